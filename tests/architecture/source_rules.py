@@ -74,6 +74,7 @@ IMPORTS_BY_NAME = {  # file: source of the names
     "quire/ops/dispatch.py": "a table of ours",
     "quire/observe/tracing.py": "a table of ours",
     "quire/engine/enabled_features.py": "a table of ours",
+    "quire/frontend/prompt_reader.py": "the feature's class, a constant",
     "quire/models/construction.py": "a table of ours, and plug-ins that are installed",
     "quire/config/serialize.py": "functions and classes that the user gave (hf_overrides, logits_processors)",
     "quire/frontend/media/media_process.py": "Transformers' table of processors",

@@ -94,6 +94,7 @@ class DemoFeature(Feature):
 
     name = NAME
     order = 65
+    prompt_reader = "demo_reader:DemoReader"
 
     def __init__(self, resolved: Resolved):
         super().__init__(resolved)

@@ -20,6 +20,7 @@ from quire.config.engine import EngineConfig
 from quire.engine.build import make_client
 from quire.engine.enabled_features import enabled_features
 from quire.errors import ConfigError, QuireError, ValidationError
+from quire.frontend.chat import ChatOptions
 from quire.frontend.request_manager import RequestManager
 from quire.ops.cpu.bindings import best
 from quire.parallel.layout import RankLayout
@@ -233,6 +234,28 @@ def test_a_wrong_field_is_refused(path: str, installed: None) -> None:
         output = collector.take()
         assert output is not None
         assert output.outputs[0].error == "demo: 0 is not served"
+
+
+def test_it_reads_items_of_prompts(path: str, installed: None) -> None:
+    """In prompts and conversations of programs; the frontend asks it by route, and before the first request."""
+    with engine(path, dtype="bfloat16", skip_tokenizer_init=True) as one:
+        front = RequestManager(one.client)
+        given = {"prompt_token_ids": [5], "multi_modal_data": {"image": [(7, 8), (9,)]}}
+        assert front.accept(given, greedy(1), id="one").tokens == [5, 7, 8, 9]
+        assert front.accept([5], greedy(1), id="two").tokens == [5]
+        part = {"type": "image_pil", "image_pil": (7, 8)}
+        messages = [{"role": "user", "content": [part]}]
+        assert front.chat_prompt(messages, ChatOptions()).tokens == [7, 8]
+        front.need_generation("/another")
+        with pytest.raises(ValidationError, match="no such route"):
+            front.need_generation("/demo")
+        front.prepare()
+        assert front.readers["demo"].prepared == 1
+        del front.readers["demo"]
+        with pytest.raises(ValidationError, match="multi_modal_data"):
+            front.accept(given, greedy(1), id="three")
+        with pytest.raises(ValidationError, match=r"messages\[0\]\.content\[0\]"):
+            front.chat_prompt(messages, ChatOptions())
 
 
 def test_two_orders_of_waiting_requests_are_refused(

@@ -13,6 +13,7 @@ from quire import LLM
 from quire.frontend.media.errors import refused
 from quire.frontend.media.media_messages import Hear, Process, Processed, Refused
 from quire.frontend.media.media_processes import MediaProcesses, why, why_no_sound
+from quire.frontend.media.prompt_reader import media_inputs
 
 if find_spec("PIL") is None:  # the extra "vision" is not installed
     collect_ignore_glob = ["test_*.py"]
@@ -120,8 +121,8 @@ def engines(checkpoint: Callable[[str], str], same_process: Any) -> Iterator[Cal
                 model=checkpoint(kind),
                 **{**SMALL, **audio_checkpoints.engine_options(kind), **options},
             )
-            if llm.front.media is not None:
-                llm.front.media.processes = same_process(checkpoint(kind))
+            if media_inputs(llm.front) is not None:
+                media_inputs(llm.front).processes = same_process(checkpoint(kind))
         kept.move_to_end(key)
         llm.reset_prefix_cache()
         llm.reset_mm_cache()

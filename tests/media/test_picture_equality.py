@@ -19,6 +19,7 @@ from vision_checkpoints import CHECKPOINTS, picture
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError
 from quire.frontend.media.media_process import load_processor
+from quire.frontend.media.prompt_reader import media_inputs
 
 COUNT = 10
 SLOW = pytest.mark.slow
@@ -275,7 +276,7 @@ def test_a_published_config_without_text_config(tmp_path, same_process, checkpoi
     (tmp_path / "config.json").write_text(json.dumps({**inner, **config}))
     text, pictures = "see @ here", [picture(1, **WIDE)]
     with LLM(str(tmp_path), dtype="float32", max_model_len=512, block_size=16) as llm:
-        llm.front.media.processes = same_process(path)
+        media_inputs(llm.front).processes = same_process(path)
         assert (
             tokens(llm, given("qwen2_vl", text, pictures))[0]
             == peer(path, "qwen2_vl", text, pictures)[1]

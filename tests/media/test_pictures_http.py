@@ -15,6 +15,7 @@ from vision_server import DIRECT, VisionServer, asking, data_url, image_part, mo
 
 from quire import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams
 from quire.config.media import MediaConfig
+from quire.frontend.media.prompt_reader import media_inputs
 
 URL = data_url(as_file(picture(1)))
 TEXT = {"type": "text", "text": "What is it?"}
@@ -32,7 +33,7 @@ def server(checkpoint: Any, processes: Any) -> Iterator[VisionServer]:
 def expected(checkpoint: Any, same_process: Any) -> list[int]:
     """The tokens that the Python API generates for this conversation."""
     with LLM(model=checkpoint("llava"), dtype="float32", max_model_len=512, block_size=16) as llm:
-        llm.front.media.processes = same_process(checkpoint("llava"))
+        media_inputs(llm.front).processes = same_process(checkpoint("llava"))
         content = [{"type": "image_pil", "image_pil": picture(1)}, TEXT]
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         (out,) = llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)
@@ -114,13 +115,13 @@ def test_a_text_that_spells_a_placeholder_stays_text(server):
 
 def test_a_second_question_uses_the_prefix_cache(server):
     server.ask("/v1/chat/completions", asking(image_part(data_url(as_file(picture(9)))), TEXT))
-    before = server.engine.front.media.cache.hits
+    before = media_inputs(server.engine.front).cache.hits
     counts = dict(server.client.core.counts)
     found = server.ask(
         "/v1/chat/completions", asking(image_part(data_url(as_file(picture(9)))), TEXT)
     )
     assert found.status_code == 200
-    assert server.engine.front.media.cache.hits == before + 1
+    assert media_inputs(server.engine.front).cache.hits == before + 1
     assert server.client.core.counts["encoder_passes"] == counts["encoder_passes"]
 
 
@@ -208,7 +209,7 @@ def test_a_template_of_strings_gets_placeholders_before_the_text(tmp_path, same_
         body = asking(TEXT, image_part(URL), TEXT, return_prompt_text=True)
         found = made.ask("/v1/chat/completions", body).json()
         assert found["prompt_text"] == "[user]<image>\nWhat is it?\nWhat is it?"
-        made.engine.front.media.in_place = True  # --interleave-mm-strings
+        media_inputs(made.engine.front).in_place = True  # --interleave-mm-strings
         found = made.ask("/v1/chat/completions", body).json()
         assert found["prompt_text"] == "[user]What is it?\n<image>\nWhat is it?"
     finally:
@@ -256,7 +257,7 @@ def test_a_picture_is_asked_for_again_by_its_uuid(server, expected):
     )
     assert pair.json()["choices"][0]["token_ids"] == other.json()["choices"][0]["token_ids"]
     assert "uuid" in server.refused(again, TEXT, cache_salt="another")[0]
-    server.engine.front.media.cache.clear()
+    media_inputs(server.engine.front).cache.clear()
     assert "uuid" in server.refused(again, TEXT)[0]
 
 
@@ -264,7 +265,7 @@ def test_what_cannot_be_fetched_is_a_422(server, monkeypatch):
     message, where = server.refused(image_part("http://169.254.169.254/latest/meta-data"))
     assert ("public internet" in message, where) == (True, "messages[0].content[0].image_url.url")
     monkeypatch.setattr(
-        server.engine.front.media.fetcher,
+        media_inputs(server.engine.front).fetcher,
         "config",
         MediaConfig(allowed_media_domains=["127.0.0.1"]),
     )
@@ -280,7 +281,7 @@ def test_what_cannot_be_fetched_is_a_422(server, monkeypatch):
 
 def test_a_client_that_leaves_ends_the_fetch(server, monkeypatch):
     listed = MediaConfig(allowed_media_domains=["127.0.0.1"])
-    monkeypatch.setattr(server.engine.front.media.fetcher, "config", listed)
+    monkeypatch.setattr(media_inputs(server.engine.front).fetcher, "config", listed)
     monkeypatch.setenv("QUIRE_IMAGE_FETCH_TIMEOUT", "60")
 
     async def leave(port: int) -> float:
@@ -315,7 +316,7 @@ def test_async_llm_takes_pictures(checkpoint, same_process, monkeypatch):
 
     async def go() -> list[int]:
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(checkpoint("llava"), **options))
-        engine.front.media.processes = same_process(checkpoint("llava"))
+        media_inputs(engine.front).processes = same_process(checkpoint("llava"))
         try:
             outputs = [out async for out in engine.generate(prompt, params, "one")]
             await engine.reset_mm_cache()
@@ -325,7 +326,7 @@ def test_async_llm_takes_pictures(checkpoint, same_process, monkeypatch):
             engine.shutdown()
 
     with LLM(checkpoint("llava"), **options) as llm:
-        llm.front.media.processes = same_process(checkpoint("llava"))
+        media_inputs(llm.front).processes = same_process(checkpoint("llava"))
         (out,) = llm.generate([prompt], params, use_tqdm=False)
         llm.reset_mm_cache()
         llm.reset_encoder_cache()

@@ -17,6 +17,7 @@ from vision_server import VisionServer, asking, data_url, web_server
 from quire import LLM, SamplingParams
 from quire.errors import ValidationError
 from quire.frontend.media.media_processes import MediaProcesses
+from quire.frontend.media.prompt_reader import media_inputs
 from quire.frontend.media.wav import write_wav
 
 soundfile = pytest.importorskip("soundfile")
@@ -57,7 +58,7 @@ def expected(checkpoint: Any, same_process: Any) -> list[int]:
     """The tokens that the Python API generates for this conversation, from samples and from a URL."""
     path = checkpoint("qwen2_audio")
     with LLM(model=path, dtype="float32", max_model_len=512, block_size=16) as llm:
-        llm.front.media.processes = same_process(path)
+        media_inputs(llm.front).processes = same_process(path)
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         messages = [{"role": "user", "content": [url_part(data_url(FILE, "audio/wav")), TEXT]}]
         (out,) = llm.chat(messages, params, use_tqdm=False)

@@ -18,6 +18,7 @@ from vision_server import VisionServer, asking, data_url
 from quire import SamplingParams
 from quire.config.media import MediaConfig, media_reading
 from quire.errors import ValidationError
+from quire.frontend.media.prompt_reader import media_inputs
 from quire.frontend.media.video_frames import UnreadVideo, packed_frames, read_video, sampled
 
 COUNT = 8
@@ -109,7 +110,7 @@ def test_videos_whose_frames_are_pictures(kind, engine, checkpoint, same_process
     with engine(kind) as llm:
         (out,) = llm.generate([prompt], GREEDY, use_tqdm=False)
         (again,) = llm.generate([prompt], GREEDY, use_tqdm=False)
-        most = llm.front.media.most_rows
+        most = media_inputs(llm.front).most_rows
     expected, logprobs_V = peer(path, same_process(path), list(out.prompt_token_ids), pictures, videos, 0.5, most)  # fmt: skip
     assert list(out.outputs[0].token_ids) == list(again.outputs[0].token_ids) == expected
     for token, entry in out.outputs[0].logprobs[0].items():

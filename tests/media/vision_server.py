@@ -14,6 +14,7 @@ import httpx
 from quire.api.async_engine import AsyncEngine
 from quire.config.engine import EngineConfig
 from quire.frontend.media.media_processes import MediaProcesses
+from quire.frontend.media.prompt_reader import media_inputs
 from quire.frontend.startup import start_engine
 from quire.observe.prometheus import ServerMetrics
 from quire.server.app import build_app
@@ -51,7 +52,7 @@ class VisionServer:
         self.client, tokenizer = start_engine(self.config)
         self.state = ServerState(self.config, ServerMetrics("toy", process=False))
         self.engine = AsyncEngine(self.client, tokenizer=tokenizer)
-        if (reader := self.engine.front.media) is not None and processes is not None:
+        if (reader := media_inputs(self.engine.front)) is not None and processes is not None:
             reader.processes = processes
         self.state.attach(self.engine)
         self.app = build_app(self.state)

@@ -18,7 +18,6 @@ from quire.errors import EngineDeadError, ValidationError
 from quire.frontend.input_processor import InputProcessor
 from quire.frontend.parsers.model_formats import ModelFormats
 from quire.frontend.pooling.inputs import not_pooling
-from quire.frontend.request_manager import RequestManager
 from quire.observe.prometheus import ServerMetrics
 from quire.protocol.output import EngineStats
 from quire.server.openai.sampling_params import FINAL_ONLY
@@ -80,14 +79,11 @@ class ScriptedEngine(AsyncEngine):
     has_chat_template = True
     template_is_isolated = False
     pooling = None
-    media = None
-    need_media = RequestManager.need_media
-    need_transcription = RequestManager.need_transcription
-    transcription = None
 
     def __init__(self, *script: str | Exception, finish: str = "stop"):
         self.front = self.client = self  # type: ignore[assignment]
         self.features: list[Feature] = []
+        self.readers: dict[str, Any] = {}
         self.engines = [self]
         self.inputs = InputProcessor(self, self.max_model_len, 0x110000)  # type: ignore[arg-type]
         self.script: Sequence[str | Exception] = script or ("Hel", "lo")

@@ -17,6 +17,7 @@ from transformers.models.whisper import generation_whisper as generation
 from whisper_checkpoint import END, FIRST_TIME, ID, LETTERS
 
 from quire.frontend.media.log_mel import quiet_cuts
+from quire.frontend.transcription.prompt_reader import need_transcription
 from quire.frontend.transcription.segments import WindowText, joined, split
 from quire.frontend.transcription.speech_tokens import SpeechTokens
 from quire.frontend.transcription.words import smoothed, warped, words_of
@@ -375,7 +376,7 @@ def test_a_client_that_leaves_ends_its_windows(server: SoundServer) -> None:
         from quire.server.audio.fields import TranscriptionRequest
         from quire.server.endpoint import RequestContext
 
-        reader = front.need_transcription("x")
+        reader = need_transcription(front, "x")
         sound = await reader.sound.load(wav(LONG), "file", reader.model.samples)
         request = _Request()
         context = RequestContext(request, server.state, server.engine, "toy", None)  # type: ignore[arg-type]

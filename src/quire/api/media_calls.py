@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from quire.frontend.media.prompt_reader import media_inputs
+
 RESET = "reset_encoder_cache"
 
 
@@ -18,12 +20,12 @@ class MediaCalls:
 
     def reset_mm_cache(self) -> None:
         """Forget the processed pictures."""
-        if self.front.media is not None:
-            self.front.media.cache.clear()
+        if (media := media_inputs(self.front)) is not None:
+            media.cache.clear()
 
     def reset_encoder_cache(self) -> None:
         """Forget the pictures that the vision tower has encoded."""
-        if self.front.media is not None:
+        if media_inputs(self.front) is not None:
             self.client.call(RESET)
 
 
@@ -39,5 +41,5 @@ class AsyncMediaCalls:
 
     async def reset_encoder_cache(self) -> None:
         """As `MediaCalls.reset_encoder_cache`."""
-        if self.front.media is not None:
+        if media_inputs(self.front) is not None:
             await self.call(RESET)

@@ -5,7 +5,7 @@ the frontend call their methods and know none by name. docs/design/adding-a-feat
 
 Each process makes one object for each enabled feature, and calls these methods:
 
-    frontend    request_extra, num_encoder_tokens, answer, usage
+    frontend    prompt_reader, request_extra, num_encoder_tokens, answer, usage
     engine      begin, models, limits, waiting_queue, plug_into_engine, and the methods of EngineListener
     worker      begin, models, memory, plug_into_worker        the engine's object, if the worker is in the engine's process
 
@@ -73,10 +73,13 @@ class Feature(EngineListener):
         name: of its folder. Its gate, its hook, and its data in requests and outputs have the same name.
         order: features plug in in ascending order, so a feature that replaces the model input wraps the model input of the features
             before it. Gates, hooks and logits processors have an `order` of their own.
+        prompt_reader: the class of the frontend that reads what the feature takes in prompts beside text and tokens
+            (`frontend/prompt_reader.py`), as "module:class", since the frontend is above the features; empty: none.
     """
 
     name = "feature"
     order = 50
+    prompt_reader = ""
 
     def __init__(self, resolved: Resolved):
         self.resolved = resolved

@@ -16,39 +16,29 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.config.engine import Resolved
 from quire.config.reasoning import reasoning_marks
 from quire.config.structured import structured_options
 from quire.engine.client import EngineClient
 from quire.engine.enabled_features import enabled_features
-from quire.errors import Unsupported, ValidationError
+from quire.errors import ValidationError
 from quire.frontend import chat, chat_template
 from quire.frontend.adapters import AdapterNames
 from quire.frontend.generation_config import generation_defaults
-from quire.frontend.input_processor import AcceptedRequest, InputProcessor, TokenizeOptions
-from quire.frontend.media.content_parts import (
-    MediaPart,
-    copied_parts,
-    find_parts,
-)
+from quire.frontend.input_processor import AcceptedRequest, InputProcessor
+from quire.frontend.media.content_parts import GivenMedia, copied_parts, find_parts
 from quire.frontend.media.errors import refused
-from quire.frontend.media.inputs import MediaInputs
-from quire.frontend.media.placeholders import media_in, new_mark
 from quire.frontend.media.program_items import options_text
-from quire.frontend.media.sound_inputs import SoundInputs
 from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.parsers.model_formats import ModelFormats
 from quire.frontend.pooling import inputs as pooling
 from quire.frontend.pooling.collector import PoolingCollector
+from quire.frontend.prompt_reader import prompt_readers
 from quire.frontend.prompts import Prompt, read_prompt
 from quire.frontend.startup import load_tokenizer
 from quire.frontend.thinking_markers import with_marks
 from quire.frontend.tokenizer import Tokenizer
-from quire.frontend.transcription.inputs import TranscriptionInputs
 from quire.logging import get_logger
-from quire.models.media import media_model, why_no_media
-from quire.models.sound import transcriber
-from quire.protocol.media import IMAGE
+from quire.models.media import why_no_media
 from quire.protocol.output import EngineOutput, FinishReason
 from quire.protocol.pooling_params import PoolingParams
 from quire.protocol.request import RequestParams
@@ -57,7 +47,6 @@ from quire.protocol.sampling_params import SamplingParams
 log = get_logger(__name__)
 
 NO_TOKENIZER = "pictures and sound need a tokenizer, but skip_tokenizer_init=True is set"
-NO_SOUND = 'this model writes down speech: send a sound file to /v1/audio/transcriptions, or pass multi_modal_data={"audio": ...}'
 Accepted = AcceptedRequest | pooling.AcceptedPooling
 Collector = OutputProcessor | PoolingCollector
 
@@ -90,13 +79,12 @@ class RequestManager:
         """The inputs of a pooling model; None: the model generates."""
         if ready.pooling is not None:
             name = options.default_prompt_name
-            self.pooling = pooling.PoolingInputs(self.inputs, ready.pooling, name, self._with_media)  # fmt: skip
-        self.media: MediaInputs | None = None
-        """Reads pictures, videos and sound in prompts; None: `inputs.no_media` says why there are none."""
-        self._take_media(resolved)
-        self.transcription: TranscriptionInputs | None = self._take_sound(resolved)
-        """The prompts of a model that writes down speech; None: the model is another."""
+            self.pooling = pooling.PoolingInputs(self.inputs, ready.pooling, name, self._completed)  # fmt: skip
+        whys = why_no_media(resolved)
+        self.inputs.no_media = {kind: why or NO_TOKENIZER for kind, why in whys.items()}
         self.features = enabled_features(resolved)
+        self.readers = prompt_readers(self.features, resolved, self.inputs)
+        """What features read in prompts, by name of the feature."""
         self._answers = {feature.name: feature.answer for feature in self.features}
         self.logs_requests = False
         """Log a line for each request; the server writes its own."""
@@ -106,22 +94,6 @@ class RequestManager:
         self._children: dict[str, tuple[Collector, int]] = {}
         self._echoes: set[str] = set()
         """Children that ended here and whose finish the engine has not reported yet."""
-
-    def _take_media(self, resolved: Resolved) -> None:
-        whys, model = why_no_media(resolved), media_model(resolved)
-        self.inputs.no_media = {kind: why or NO_TOKENIZER for kind, why in whys.items()}
-        if model is None or self.tokenizer is None:
-            return
-        try:
-            self.media = MediaInputs(model, resolved, self.tokenizer)
-        except Unsupported as why:
-            self.inputs.no_media = dict.fromkeys(whys, str(why))
-
-    def _take_sound(self, resolved: Resolved) -> TranscriptionInputs | None:
-        model = transcriber(resolved)
-        if model is None or self.tokenizer is None:
-            return None
-        return TranscriptionInputs(model, self.tokenizer, SoundInputs(), self.inputs.max_model_len)
 
     @property
     def template_text(self) -> str:
@@ -155,10 +127,9 @@ class RequestManager:
         return template is not None and template.isolated is not None
 
     def prepare(self) -> None:
-        """Start the processes that the first request would wait for: of the checkpoint's template, of media and of transcription."""
-        for reader in (self.media, self.transcription):
-            if reader is not None:
-                reader.prepare()
+        """Start the processes that the first request would wait for: of the checkpoint's template, and of features."""
+        for reader in self.readers.values():
+            reader.prepare()
         template = None if self.tokenizer is None else self.tokenizer.template
         if template is not None and template.isolated is not None:
             template.isolated.prepare()
@@ -213,51 +184,27 @@ class RequestManager:
     ) -> AcceptedRequest:
         """Raises ValidationError: the model does not generate; and as `InputProcessor.accept`."""
         self.need_generation("LLM.generate or AsyncLLM.generate")
-        given = read_prompt(prompt)
-        if self.transcription is not None and not given.media:
-            given = self._with_sound(given, self.transcription)
-        elif given.items:
-            given = self._with_media(given, options.get("tokenization_kwargs"))
+        given = self._completed(read_prompt(prompt), options.get("tokenization_kwargs"))
         accepted = self.inputs.accept(given, params, **options)
         self._add_extras(accepted)
         return accepted
 
-    # -- sound ----------------------------------------------------------------------------------
-    def need_transcription(self, what: str) -> TranscriptionInputs:
-        """Raises ValidationError: `what` needs a model that writes down speech."""
-        if self.transcription is None:
-            raise ValidationError(f"{what} needs a model that writes down speech: serve one, such as openai/whisper-small")  # fmt: skip
-        return self.transcription
-
-    def _with_sound(self, prompt: Prompt, reader: TranscriptionInputs) -> Prompt:
-        """A prompt with sound, as the model takes it. Blocks. Raises ValidationError: the sound cannot be used."""
-        if not prompt.items:
-            raise ValidationError(NO_SOUND)
-        plain = Prompt(prompt.text, prompt.tokens, prompt.salt)
-        tokens = self.inputs.tokenize(plain, TokenizeOptions(add_special_tokens=False)).tokens
-        return self.inputs.checked(reader.given(prompt, tokens))
-
-    # -- media ----------------------------------------------------------------------------------
-    def need_media(self, where: str, kind: str = IMAGE) -> MediaInputs:
-        """Raises ValidationError: this server takes none; the message says why."""
-        if self.media is None:
-            raise refused(where, self.inputs.no_media[kind])
-        return self.media
-
-    def _with_media(self, prompt: Prompt, tokenization: Any = None) -> Prompt:
-        """A prompt whose items are read, and whose tokens are complete. Blocks.
+    def _completed(self, prompt: Prompt, tokenization: Any = None) -> Prompt:
+        """The prompt with what features read in it. Blocks.
 
         Raises:
-            ValidationError: as `MediaInputs.load_now` and `placed`.
+            ValidationError: an item cannot be used, or no feature reads it.
         """
-        reader = self.need_media("multi_modal_data", prompt.items[0].kind)
-        items = reader.load_now(prompt.items, prompt.salt)
-        options = TokenizeOptions.read(tokenization)
-        options.fits_model = False
-        if options.truncate is not None:
-            raise Unsupported("truncation of a prompt with media", "shorten its text")
-        tokenize = functools.partial(self.inputs.tokenize, options=options)
-        return self.inputs.checked(reader.tokenized(prompt, items, tokenize))
+        for reader in self.readers.values():
+            if reader.takes(prompt):
+                return reader.read(prompt, tokenization)
+        if prompt.items:
+            raise self._not_read(prompt.items[0], "multi_modal_data")
+        return prompt
+
+    def _not_read(self, item: GivenMedia, where: str = "") -> ValidationError:
+        """The error of an item that no feature reads. `where`: a place to name instead of the item's own."""
+        return refused(where or item.where, self.inputs.no_media[item.kind])
 
     def chat_prompt(
         self, messages: Sequence[Any], options: chat.ChatOptions, processing: Any = None
@@ -272,16 +219,11 @@ class RequestManager:
         places = find_parts(copied, "messages", local=True, options=options_text(processing))
         if not places:
             return Prompt(self.render(messages, options))
-        reader = self.need_media(places[0].given.where, places[0].given.kind)
-        for place, item in zip(places, reader.load_now([p.given for p in places]), strict=True):
-            place.parts[place.index] = MediaPart(item)
-        mark = new_mark()
-        options = dataclasses.replace(options, media=reader.texts, media_in_place=reader.in_place)
-        placeholders, items = reader.placeholders, media_in(copied)
-        text = self.render(placeholders.marked(copied, mark), options)
-        options_of_text = TokenizeOptions(False, fits_model=False)
-        tokenize = functools.partial(self.inputs.tokenize, options=options_of_text)
-        return self.inputs.checked(reader.tokenized(Prompt(text), items, tokenize, mark))
+        for reader in self.readers.values():
+            found = reader.read_chat(copied, places, options, self.render)
+            if found is not None:
+                return found
+        raise self._not_read(places[0].given)
 
     def _add_extras(self, accepted: Accepted) -> None:
         """Add the features' extras to the request. Raises ValidationError: a feature cannot serve the request."""
@@ -301,8 +243,8 @@ class RequestManager:
         """Raises ValidationError: `what` needs a model that generates; the message names what this model does."""
         if self.pooling is not None:
             raise pooling.not_generating(self.pooling.info, what)
-        if self.transcription is not None and what.startswith("/"):
-            raise ValidationError(NO_SOUND)
+        for reader in self.readers.values():
+            reader.check_route(what)
 
     def render(self, messages: Sequence[Any], options: chat.ChatOptions | None = None) -> str:
         """Render a conversation as prompt text; see `chat.render` for errors."""

@@ -23,6 +23,7 @@ from quire.api.media_calls import RESET
 from quire.engine import sleep_client
 from quire.engine.sleep import checked_level, checked_tags
 from quire.errors import ValidationError
+from quire.frontend.media.prompt_reader import media_inputs
 from quire.server.engine_requests import own_name
 from quire.server.errors import ApiError, invalid
 from quire.server.request_body import json_response, read
@@ -68,15 +69,15 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 async def reset_mm_cache(request: Request) -> Response:
     """Forget the processed pictures of this HTTP process."""
-    if (pictures := state_of(request).serving().front.media) is not None:
-        pictures.cache.clear()
+    if (media := media_inputs(state_of(request).serving().front)) is not None:
+        media.cache.clear()
     return json_response({"success": True})
 
 
 async def reset_encoder_cache(request: Request) -> Response:
     """Forget the pictures that the vision towers of all engines have encoded."""
     engine = state_of(request).serving()
-    if engine.front.media is not None:
+    if media_inputs(engine.front) is not None:
         await engine.call(RESET)
     return json_response({"success": True})
 

@@ -13,6 +13,7 @@ from quire.api.async_engine import AsyncEngine
 from quire.config.media import MediaConfig, media_reading
 from quire.frontend.media.content_parts import MediaPart, find_parts
 from quire.frontend.media.program_items import options_text
+from quire.frontend.media.prompt_reader import need_media
 from quire.server.errors import invalid
 from quire.server.sse import until_disconnect
 
@@ -38,7 +39,7 @@ async def read_media(
     places = find_parts(messages, name, options=options)
     if not places:
         return
-    reader = engine.front.need_media(places[0].given.where, places[0].given.kind)
+    reader = need_media(engine.front, places[0].given.where, places[0].given.kind)
     loading = reader.load([place.given for place in places], scope)
     items = await until_disconnect(receive, loading)
     for place, item in zip(places, items, strict=True):

@@ -17,6 +17,7 @@ from quire.frontend.input_processor import TokenizeOptions
 from quire.frontend.jinja_sandbox import SECONDS, TemplateTooSlow
 from quire.frontend.media.content_parts import MediaPart
 from quire.frontend.media.processed_cache import ReadMedia
+from quire.frontend.media.prompt_reader import need_media
 from quire.frontend.prompt_embeddings import decode_embeddings
 from quire.frontend.prompts import Prompt
 from quire.protocol.sampling_params import truncation
@@ -71,7 +72,7 @@ async def media_prompt(
         Unsupported: the prompt must be truncated.
     """
     engine = context.engine
-    reader = engine.front.need_media("messages")
+    reader = need_media(engine.front, "messages")
     if options.truncate is not None:
         raise Unsupported("truncate_prompt_tokens of a prompt with media", "shorten its text")
     written = reader.placeholders.written(text, pictures, mark)

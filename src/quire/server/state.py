@@ -21,6 +21,7 @@ from quire.config.engine import EngineConfig
 from quire.engine.client import EngineClient
 from quire.errors import EngineDeadError, EngineDelayed
 from quire.frontend.beam_search import BeamStream
+from quire.frontend.media.prompt_reader import media_inputs
 from quire.frontend.untrusted_templates import MAX_CONCURRENT_RENDERS, UntrustedTemplateRenderer
 from quire.observe.prometheus import ServerMetrics, cache_info
 from quire.observe.tracing import Tracer
@@ -118,8 +119,8 @@ class ServerState:
         engine.front.packs_logprobs = True
         engine.in_thread = self.texts.run_sized
         engine.front.prepare()
-        if engine.front.media is not None:
-            engine.front.media.observe = self.metrics.media
+        if (media := media_inputs(engine.front)) is not None:
+            media.observe = self.metrics.media
         engine.inputs.max_text_bytes = max(MAX_TEXT_BYTES, BYTES_PER_TOKEN * limit)
         self.created, self.fingerprint = int(time.time()), fingerprint(client)
         for number, one in zip(self.config.parallel.ranks, client.engines, strict=True):

@@ -22,6 +22,7 @@ class MediaFeature(Feature):
     """The frontend reads the items (`frontend/media`), and sends them with the request."""
 
     name = "media"
+    prompt_reader = "quire.frontend.media.prompt_reader:MediaReader"
 
     def __init__(self, resolved: Resolved):
         super().__init__(resolved)

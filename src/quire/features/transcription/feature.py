@@ -25,6 +25,7 @@ class TranscriptionFeature(Feature):
     """The frontend reads the sound (`frontend/media/sound_inputs.py`), and sends a window with each request."""
 
     name = "transcription"
+    prompt_reader = "quire.frontend.transcription.prompt_reader:TranscriptionReader"
 
     def __init__(self, resolved: Resolved):
         super().__init__(resolved)

@@ -28,6 +28,7 @@ from quire.errors import QuireError
 from quire.frontend.media.log_mel import quiet_cuts
 from quire.frontend.media.sound_inputs import RATE, Sound
 from quire.frontend.transcription.inputs import TranscriptionInputs
+from quire.frontend.transcription.prompt_reader import need_transcription
 from quire.frontend.transcription.segments import NO_SPACES
 from quire.frontend.transcription.speech_tokens import chosen_language
 from quire.server.adapters import model_of
@@ -63,7 +64,7 @@ async def realtime(socket: WebSocket) -> None:
         return
     try:
         engine = state_of(socket).serving()  # type: ignore[arg-type]
-        inputs = engine.front.need_transcription("/v1/realtime")
+        inputs = need_transcription(engine.front, "/v1/realtime")
     except QuireError as error:
         known = as_api_error(error)
         await socket.close(REFUSED if known.status < 500 else TRY_LATER, clean(known.message)[:120])

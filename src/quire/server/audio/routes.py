@@ -14,6 +14,7 @@ from starlette.responses import Response
 from quire import env
 from quire.errors import Unsupported
 from quire.frontend.transcription.inputs import TranscriptionInputs
+from quire.frontend.transcription.prompt_reader import need_transcription
 from quire.frontend.transcription.speech_tokens import chosen_language
 from quire.models.sound import has_parts
 from quire.server.adapters import model_of
@@ -57,7 +58,7 @@ async def realtime_needs_a_socket(request: Request) -> Response:
 async def _answer(request: Request, task: str) -> Response | EventStream:
     state = state_of(request)
     engine = state.serving()
-    inputs = engine.front.need_transcription(request.url.path)
+    inputs = need_transcription(engine.front, request.url.path)
     check_model(inputs, task)
     form = await _form(request)
     body = read_fields(form)

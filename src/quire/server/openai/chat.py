@@ -11,6 +11,7 @@ from typing import Any
 from quire.frontend.chat import ChatOptions
 from quire.frontend.input_processor import TokenizeOptions
 from quire.frontend.media.placeholders import media_in, new_mark
+from quire.frontend.media.prompt_reader import media_inputs, need_media
 from quire.frontend.parsers.call_writer import CallDelta
 from quire.frontend.prompts import Prompt
 from quire.server.endpoint import RequestContext, route
@@ -77,7 +78,7 @@ async def chat_text(
     """Render messages to text; every protocol uses this function."""
     check_messages(messages)
     options = chat_options(body, context.state)
-    if (reader := context.engine.front.media) is not None:
+    if (reader := media_inputs(context.engine.front)) is not None:
         options.media, options.media_in_place = reader.texts, reader.in_place
     return await render(with_calls_read(messages), options, context)
 
@@ -95,7 +96,7 @@ async def tokenized_chat(
     """The tokens and the text of a conversation, with its pictures. Raises: as `media_prompt` and `chat_text`."""
     if pictures := media_in(messages):
         mark = new_mark()
-        placeholders = context.engine.front.need_media("messages").placeholders
+        placeholders = need_media(context.engine.front, "messages").placeholders
         text = await chat_text(context, body, placeholders.marked(messages, mark))
         return await media_prompt(context, options, text, mark, pictures, salt)
     text = await chat_text(context, body, messages)
