@@ -67,6 +67,10 @@ OF_COPIES = {
 }  # fmt: skip
 
 
+ROUNDS = 8
+"""It depends on the store's threads in which round a block is overwritten before its copy."""
+
+
 @pytest.mark.parametrize("name", OF_COPIES)
 def test_the_tokens_notice_a_broken_copy(
     name: str, checkpoint: Callable[..., str], tmp_path: Path
@@ -75,13 +79,16 @@ def test_the_tokens_notice_a_broken_copy(
     with engine(path, 2, **COMMON) as one:
         expected = one.tokens(PROMPTS, greedy(8))
     with broken(*OF_COPIES[name]), kept(path, tmp_path / "kv") as one:
-        found: list[Any] = []
-        for _ in range(2):
-            try:
-                found.append(one.tokens(PROMPTS, greedy(8)))
-            except RuntimeError as why:  # the pattern is not a number
-                found.append(str(why))
-            save_all(one)
-            spoil(one)
+        assert any(differs(one, expected) for _ in range(ROUNDS))
         assert hits(one) > 0
-        assert found != [expected] * 2
+
+
+def differs(one: Any, expected: Any) -> bool:
+    """Whether this round's tokens are wrong; then all blocks are saved, and the blocks of the cache filled with a pattern."""
+    try:
+        found: Any = one.tokens(PROMPTS, greedy(8))
+    except RuntimeError as why:  # the pattern is not a number
+        found = str(why)
+    save_all(one)
+    spoil(one)
+    return bool(found != expected)
