@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -96,6 +96,8 @@ class ForwardBatch:
     # states that hooks add to some tokens' after a number of layers: (which of the T tokens [N], [N, D])
     added_states: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
     spans: list[SeenSpan] = field(default_factory=list)  # tokens that see later tokens of their row
+    run_starts: dict[str, Tensor] = field(default_factory=dict)
+    """Of runs of tokens within rows that some layers of an encoder attend in, by kind: int32 [runs + 1]."""
     span_meta: dict[Any, Any] = field(default_factory=dict)  # of these: attention/spans.py
     encoder: EncoderStates | None = None  # of a model with cross attention
     # what the model records (`LanguageModel.record_hidden_states`), by number of layers: [T, D]
@@ -110,6 +112,10 @@ class ForwardBatch:
         that are added between layers, and tokens that see later ones."""
         return self.split_tokens is not None or bool(self.added_states or self.spans)
 
+    def starts_of(self, runs: str | None) -> Tensor:
+        """Where the runs of a kind begin, and the end of the last; None: the rows."""
+        return self.query_start_B1 if runs is None else self.run_starts[runs]
+
     def first_draws(self) -> list[tuple[int, int, int]]:
         """Of each row that draws: its index in B, the worker's row, and the position of its first draw."""
         draws = zip(self.drawing, self.rows_S.tolist(), self.lengths_S.tolist(), strict=True)
@@ -123,11 +129,20 @@ class ForwardBatch:
         return replace(self, extras={n: t[at] if n[-1] == "T" else t for n, t in named})
 
 
-def packed_batch(lengths: Sequence[int], device: torch.device) -> ForwardBatch:
-    """A batch of whole sequences without a KV cache, one after the other: for encoders beside the model of a step."""
+def packed_batch(
+    lengths: Sequence[int], device: torch.device, runs: Mapping[str, Sequence[int]] | None = None
+) -> ForwardBatch:
+    """A batch of whole sequences without a KV cache, one after the other: for encoders beside the model of a step.
+
+    runs: lengths of runs of tokens, by kind; see `ForwardBatch.run_starts`.
+    """
     import torch
 
-    starts_B1 = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    def starts(lengths: Sequence[int]) -> Tensor:
+        sums = [0, *itertools.accumulate(lengths)]
+        return torch.tensor(sums, dtype=torch.int32, device=device)
+
+    starts_B1 = starts(lengths)
     count, total, none = (
         len(lengths),
         sum(lengths),
@@ -137,6 +152,7 @@ def packed_batch(lengths: Sequence[int], device: torch.device) -> ForwardBatch:
         token_ids_T=none, positions_T=none, rows_B=none, query_start_B1=starts_B1, lengths_B=starts_B1.diff(),
         block_tables=[], slots=[], sample_at_S=none, max_query=max(lengths), max_length=max(lengths),
         num_tokens=total, num_rows=count, query_lens=list(lengths), lengths=list(lengths),
+        run_starts={kind: starts(each) for kind, each in (runs or {}).items()},
     )  # fmt: skip
 
 

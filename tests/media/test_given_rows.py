@@ -112,7 +112,7 @@ def test_without_pictures_the_tower_is_not_loaded(engine, checkpoint):
     with engine("llava", enable_mm_embeds=True, limit_mm_per_prompt={"image": 0}) as llm:
         assert tokens(llm, prompt) == expected
         (hook,) = [one for one in llm.client.core.executor.worker.hooks if one.name == "media"]
-        assert hook.tower is None
+        assert hook.encoder.tower is None
         with pytest.raises(ValidationError, match="the limit is 0"):
             tokens(llm, given("llava", TEXT, [picture(1)]))
 

@@ -334,12 +334,13 @@ def tokenizer(named: dict[str, str]) -> transformers.PreTrainedTokenizerFast:
     )  # fmt: skip
 
 
-def make_checkpoint(kind: str, folder: Path, template: str = TEMPLATE) -> str:
-    """A model that does not repeat itself, and whose answers depend on the picture."""
-    made = CHECKPOINTS[kind]
-    config = transformers.AutoConfig.for_model(made.get("model_type", kind), **made["config"])
+def make_checkpoint(kind: str | dict[str, Any], folder: Path, template: str = TEMPLATE) -> str:
+    """A model that does not repeat itself, and whose answers depend on the picture. `kind`: of CHECKPOINTS, or such an entry."""
+    made = CHECKPOINTS[kind] if isinstance(kind, str) else kind
+    model_type = made.get("model_type", kind)
+    config = transformers.AutoConfig.for_model(model_type, **made["config"])
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    draw_weights(model, len(kind))
+    draw_weights(model, len(kind if isinstance(kind, str) else model_type))
     model.save_pretrained(folder)
     return save_processor(made, folder, template)
 

@@ -46,7 +46,8 @@ def _of_pictures(resolved: Resolved, known: Sequence[TensorHeader]) -> list[tupl
         why = why_no_pictures(resolved)
         return [] if why.startswith("this model reads text") else [("pictures", f"refused: {why}")]
     tower = on_disk(one for one in known if TOWER.search(one[0]))
-    rows = [("vision tower", f"{size(tower)}, through Transformers")] if tower else []
+    through = "" if model.native else ", through Transformers"
+    rows = [("vision tower", size(tower) + through)] if tower else []
     count = _tokens(resolved.path)
     if count is not None:
         rows.append((f"picture of {SIDE}x{SIDE}", f"{count} tokens"))

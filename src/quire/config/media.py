@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from quire.config.number_types import Amount
 from quire.config.picture_options import MOST_FRAMES
@@ -41,6 +41,8 @@ class MediaConfig:
     """Where a chat template takes texts only, put placeholders of pictures where their parts are, not before the text of the message."""
     disable_chunked_mm_input: bool = False
     """Compute all tokens of a picture, a video or a sound in one step."""
+    mm_encoder_tp_mode: Literal["weights", "data"] = "weights"
+    """With tensor parallelism each rank has the whole vision tower; weights: and encodes every picture; data: a part of a step's pictures."""
 
     @property
     def num_frames(self) -> int:

@@ -159,6 +159,7 @@ class PackedAttention(Layer):
     Args:
         scale: factor of q·k before the softmax; None: head_dim ** -0.5.
         window: a token attends to itself, and to window - 1 tokens before it and after it; None: to all.
+        runs: the kind of runs of tokens that attend to each other, in place of prompts (`ForwardBatch.run_starts`).
     """
 
     is_called = False  # see `Layer.is_called`
@@ -171,9 +172,11 @@ class PackedAttention(Layer):
         *,
         scale: float | None = None,
         window: int | None = None,
+        runs: str | None = None,
     ):
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.runs = runs
         self.scale, self.window = head_dim**-0.5 if scale is None else scale, window
 
     def bias_HL(self) -> Tensor | None:
@@ -182,7 +185,7 @@ class PackedAttention(Layer):
 
     def forward(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         """o_THD"""
-        starts_B1 = current_batch().query_start_B1
+        starts_B1 = current_batch().starts_of(self.runs)
         return packed_attention(
             q_THD, k_TKD, v_TKD, starts_B1, self.scale, self.window, self.bias_HL()
         )

@@ -7,7 +7,7 @@ come from a table, because in a small step the overhead of four torch operations
 A position is one number, or P of them (M-RoPE: time, height, width), of which `mrope_section` gives each pair one.
 
 Values of `rope_type`: default, linear, dynamic, yarn, longrope, llama3, proportional; each may rotate only a part of
-the features (`partial_rotary_factor`).
+the features (`partial_rotary_factor`). For the rows and columns of patches of a picture: axial, and axial_alternating.
 
 Sources: RoFormer (arXiv 2104.09864), YaRN (2309.00071), LongRoPE (2402.13753), "dynamic NTK" and "linear" as in
 Transformers, llama3 as in Meta's llama-models, M-RoPE (Qwen2-VL, 2409.12191).
@@ -155,6 +155,8 @@ def components(parameters: Parameters, pairs: int) -> Tensor | None:
         ConfigError: the sections do not cover the pairs.
     """
     sections = parameters.get("mrope_section")
+    if parameters["rope_type"].startswith("axial"):
+        sections = [pairs // 2] * 2
     if not sections:
         return None
     if sum(sections) != pairs:
@@ -260,6 +262,17 @@ def _proportional(size: int, p: Parameters, max_length: int) -> tuple[Tensor, fl
     return frequencies_P, 1.0
 
 
+def _axial(size: int, p: Parameters, max_length: int) -> tuple[Tensor, float]:
+    """Rows turn the first half of the pairs, and columns the other, with the same frequencies (Qwen-VL's vision towers)."""
+    return inverse_frequencies(size // 2, p["rope_theta"]).repeat(2), 1.0
+
+
+def _axial_alternating(size: int, p: Parameters, max_length: int) -> tuple[Tensor, float]:
+    """The same, but rows take every second frequency, and columns the others (Pixtral's vision tower)."""
+    frequencies_P = inverse_frequencies(size, p["rope_theta"])
+    return torch.cat((frequencies_P[::2], frequencies_P[1::2])), 1.0
+
+
 ROPE_INIT_FUNCTIONS: dict[str, Callable[[int, Parameters, int], tuple[Tensor, float]]] = {
     "default": _default,
     "linear": _linear,
@@ -268,6 +281,8 @@ ROPE_INIT_FUNCTIONS: dict[str, Callable[[int, Parameters, int], tuple[Tensor, fl
     "longrope": _longrope,
     "llama3": _llama3,
     "proportional": _proportional,
+    "axial": _axial,
+    "axial_alternating": _axial_alternating,
 }
 
 

@@ -314,7 +314,7 @@ def fill(
             "%d scales of activations or keys and values are not used: they are dynamic", scales
         )
     _resolve_tied_head(model, slots, filled, heads, device)
-    if missing := _missing(slots, filled):
+    if missing := missing_tensors(slots, filled):
         raise ConfigError(
             f"the checkpoint lacks {len(missing)} of the tensors that config.json requires: {_some(missing)}"
             + (
@@ -386,7 +386,7 @@ def _resolve_tied_head(
     model.lm_head.slots("lm_head")["lm_head.weight"].fill(table, device, "lm_head.weight")
 
 
-def _missing(slots: Mapping[str, Slot], filled: set[str]) -> list[str]:
+def missing_tensors(slots: Mapping[str, Slot], filled: set[str]) -> list[str]:
     """Names of tensors that are missing. A parameter is complete with one whole tensor, or with all of its parts."""
     by_parameter: dict[tuple[int, str], list[str]] = {}
     for name, slot in slots.items():

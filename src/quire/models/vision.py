@@ -51,6 +51,7 @@ class VisionModel:
         tokens_per_second: positions of a second of a video; 0: one position from each group of frames to the next.
         width: features of a row.
         tower_width: of the tower's widest layer and its hidden states together, for one patch.
+        native: Quire computes the tower (`vision_towers/`); else Transformers.
     """
 
     model_type: str
@@ -71,6 +72,7 @@ class VisionModel:
     tokens_per_second: float
     width: int
     tower_width: int
+    native: bool
 
     def activation_bytes(self, dtype: str) -> int:
         """An estimate of the memory that encoding the largest picture takes."""
@@ -86,8 +88,7 @@ def why_no_pictures(resolved: Resolved) -> str:
     """Why this server takes no pictures, as a sentence with the remedy; empty: it takes them."""
     config = wrapper_config(resolved)
     kind = str(config.get("model_type", ""))
-    tower = _tower(config)
-    if tower is None:
+    if not tower_config(config):
         return "this model reads text only: send text, or serve a model with a vision tower"
     if kind not in FAMILY:
         why = REFUSED.get(kind)
@@ -103,15 +104,16 @@ def why_no_pictures(resolved: Resolved) -> str:
     return ""
 
 
-def _tower(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    return next((config[name] for name in TOWERS if isinstance(config.get(name), Mapping)), None)
+def tower_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of the vision tower in a wrapper; empty: there is none."""
+    return next((config[name] for name in TOWERS if isinstance(config.get(name), Mapping)), {})
 
 
 def _read(resolved: Resolved) -> VisionModel:
     config = wrapper_config(resolved)
     kind = str(config["model_type"])
     family = FAMILY[kind]
-    tower = _tower(config) or {}
+    tower = tower_config(config)
     names = config.get("architectures") or [""]
     merge = int(tower.get("spatial_merge_size") or 2) if family.get("grid") else 1
     token = config.get("image_token_id", config.get("image_token_index", family["token_id"]))
@@ -147,7 +149,13 @@ def _read(resolved: Resolved) -> VisionModel:
         tokens_per_second=float(tower.get("tokens_per_second", 4)) if family.get("timed") else 0.0,
         width=width,
         tower_width=8 * hidden + 3 * inner,
+        native=_is_native(family, tower),
     )
+
+
+def _is_native(family: Mapping[str, Any], tower: Mapping[str, Any]) -> bool:
+    given = family.get("native", False)
+    return given if isinstance(given, bool) else tower.get("model_type") in given
 
 
 def _sizes(

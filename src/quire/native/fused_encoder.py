@@ -24,6 +24,9 @@ from quire.ops.cpu.bindings import Kernels
 from quire.ops.cpu.norm_rope_act import scaled_bias
 from quire.ops.cpu.structs import CEncoderLayer, CEncoderStep, CNorm
 
+LEAST_PAIRS = 16
+"""Pairs of features that the kernels rotate at once."""
+
 _P, _norm = ctypes.c_void_p, partial(native_norm, takes_bias=True)
 
 
@@ -53,35 +56,48 @@ def fuse_encoder(encoder: EncoderStack, kernels: Kernels) -> None:
     if encoder.rotaries is not None:
         rotaries: list[Any] = list(encoder.rotaries.kinds)
         pairs = {len(rotary.frequencies_P) for rotary in rotaries}
-        if len(pairs) > 1 or pairs.pop() % 16:
+        if len(pairs) > 1 or pairs.pop() < LEAST_PAIRS:
             return
-    encoder.fused = KernelEncoder(encoder, structs, first, kernels)
+    runs = [layer.self_attn.attn.runs for layer in layers]
+    kinds_of_runs = [None, *dict.fromkeys(run for run in runs if run is not None)]
+    for native, run in zip(structs, runs, strict=True):
+        native.runs = kinds_of_runs.index(run)
+    encoder.fused = KernelEncoder(encoder, structs, first, kinds_of_runs, kernels)
 
 
 class KernelEncoder:
-    """Runs an encoder's layers. `first`: the norm before the first layer of a model with norms before its halves."""
+    """Runs an encoder's layers.
+
+    Args:
+        first: the norm before the first layer of a model with norms before its halves.
+        runs: the kinds of runs that its layers attend in; see `PackedAttention`.
+    """
 
     def __init__(
         self,
         encoder: EncoderStack,
         layers: list[CEncoderLayer],
         first: CNorm | None,
+        runs: list[str | None],
         kernels: Kernels,
     ):
         self.encoder, self.structs, self.first, self.kernels = encoder, layers, first, kernels
+        self.runs = runs
         self.layers = (_P * len(layers))(*(ctypes.addressof(layer) for layer in layers))
 
     def run(self, x_TD: Tensor, positions_T: Tensor) -> Tensor:
         """As `EncoderStack.stack`; may overwrite x."""
         if current_adapters() is not None or x_TD.dtype != torch.bfloat16:
             return self.encoder.stack(x_TD, positions_T)
-        starts_B1 = current_batch().query_start_B1.int().contiguous()
+        starts = [current_batch().starts_of(run).int().contiguous() for run in self.runs]
+        addresses = (_P * len(starts))(*(each.data_ptr() for each in starts))
+        counts = (ctypes.c_int64 * len(starts))(*(len(each) - 1 for each in starts))
         x_TD, rotaries = x_TD.contiguous(), self.encoder.rotaries
         kinds: list[Any] = [] if rotaries is None else list(rotaries.kinds)
         angles = [tuple(part.float().contiguous() for part in kind(positions_T)) for kind in kinds]
         cos, sin = ((_P * len(angles))(*(pair[i].data_ptr() for pair in angles)) for i in (0, 1))
         step = CEncoderStep(
-            ctypes.addressof(cos), ctypes.addressof(sin), starts_B1.data_ptr(), len(starts_B1) - 1,
+            ctypes.addressof(cos), ctypes.addressof(sin), ctypes.addressof(addresses), ctypes.addressof(counts),
             angles[0][0].shape[1] if angles else 0,
         )  # fmt: skip
         y_TD = torch.empty_like(x_TD)
@@ -95,11 +111,11 @@ class KernelEncoder:
 def _layer(layer: Any, norms: tuple[Norm | None, Norm | None], kind: int) -> CEncoderLayer | None:
     """None: the kernels do not support the layer."""
     attention, mlp = layer.self_attn, layer.mlp
-    after_attention, after_mlp = (None if norm is None else _norm(norm) for norm in norms)
+    after_attention, after_mlp = (_norm(norm) for norm in norms)
     if after_attention is None or after_mlp is None or type(attention) is not SelfAttention:
         return None
     attn = attention.attn
-    if not isinstance(attn, PackedAttention) or attn.head_dim % 32 or attention.q_norm is not None:
+    if not isinstance(attn, PackedAttention) or attention.q_norm is not None:
         return None
     refs = _products(mlp)
     if refs is None or attention.rope != (kind >= 0) or attention.interleaved:
@@ -110,7 +126,7 @@ def _layer(layer: Any, norms: tuple[Norm | None, Norm | None], kind: int) -> CEn
         return None
     native = CEncoderLayer(
         qkv, o, up, down, after_attention, after_mlp, None, attn.num_heads, attn.num_kv_heads, attn.head_dim,
-        attn.window or 0, refs[0].prepared.kernel_act, 0, kind, attn.scale,
+        attn.window or 0, refs[0].prepared.kernel_act, 0, kind, 0, attn.scale,
     )  # fmt: skip
     if (bias_HL := attn.bias_HL()) is not None:
         native.references = scaled_bias(bias_HL)

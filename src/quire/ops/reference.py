@@ -10,6 +10,7 @@ N outputs.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -144,8 +145,13 @@ def act_and_mul(x_TI2: Tensor, act: str) -> Tensor:
     return gelu_and_mul(x_TI2, act == "gelu_pytorch_tanh")
 
 
-UNGATED = ("gelu", "gelu_pytorch_tanh", "silu", "relu")
+UNGATED = ("gelu", "gelu_pytorch_tanh", "quick_gelu", "silu", "relu")
 """The activations that `activate` knows."""
+
+
+def quick_gelu(x_TI: Tensor) -> Tensor:
+    """x * sigmoid(1.702 x), in float32."""
+    return (x_TI.float() * (x_TI.float() * OAI_ALPHA).sigmoid()).to(x_TI.dtype)
 
 
 @op
@@ -158,7 +164,9 @@ def activate(x_TI: Tensor, act: str) -> Tensor:
     if act == "relu":
         return x_TI.relu()
     tanh = "tanh" if act == "gelu_pytorch_tanh" else "none"
-    run = F.silu if act == "silu" else functools.partial(F.gelu, approximate=tanh)
+    run: Callable[[Tensor], Tensor] = functools.partial(F.gelu, approximate=tanh)
+    if act in ("silu", "quick_gelu"):
+        run = F.silu if act == "silu" else quick_gelu
     if x_TI.device.type != "cpu":
         return run(x_TI)
     flat = F.pad(x_TI.flatten(), (0, -x_TI.numel() % 64))

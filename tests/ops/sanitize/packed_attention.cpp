@@ -8,7 +8,7 @@ CHECK(packed_attention) {
   for (const auto& lengths : batches)
     for (long window : {0L, 1L, 6L, 300L})
       for (bool biased : {false, true}) {
-        const long heads = 4, kv = biased ? 4 : 2, D = window == 6 ? 64 : 32, width = (heads + 2 * kv) * D, distances = 260;
+        const long heads = 4, kv = biased ? 4 : 2, D = window == 6 ? 64 : window == 1 ? 40 : 32, width = (heads + 2 * kv) * D, distances = 260;
         std::vector<int> starts = {0};
         for (long n : lengths) starts.push_back(starts.back() + (int)n);
         const long T = starts.back(), rows = (long)lengths.size();

@@ -97,10 +97,10 @@ class MediaFeature(Feature):
 
     def plug_into_worker(self, parts: WorkerParts) -> None:
         from dataclasses import replace
-        from functools import partial
 
         from quire.features.media.hook import MediaHook
-        from quire.models.transformers.tower import TransformersTower
+        from quire.features.media.item_encoder import ItemEncoder
+        from quire.features.media.load_tower import tower_loader
 
         if self.model is None:
             return
@@ -108,7 +108,9 @@ class MediaFeature(Feature):
         if not self.resolved.config.media.max_pictures:  # requests bring rows that are encoded
             model = replace(model, vision=None)
         if model.towers:
-            load = partial(TransformersTower, self.resolved.spec, model, parts.platform.device)
-        hook = MediaHook(parts.rows, load, self.most_rows, self.model, self.resolved.dtype)
+            load = tower_loader(self.resolved, model, parts.platform, parts.ranks.tensor)
+        sizes, dtype = (self.most_rows, self.model.max_rows), self.resolved.dtype
+        encoder = ItemEncoder(load, *sizes, parts.platform.device, dtype)
+        hook = MediaHook(parts.rows, encoder, self.model)
         parts.hooks.append(hook)
         parts.functions["reset_encoder_cache"] = hook.clear_cache

@@ -1,8 +1,7 @@
 """MediaHook: puts rows of a tower in the place of the embeddings of the tokens of pictures, videos and sound.
 
-An item is encoded when a step computes the first of its tokens, alone, so that its rows do not depend on other items;
-later steps find the rows in the cache, or encode it again. Knows rows, and where items are in them. Does not know the
-tower's inside.
+An item is encoded when a step computes the first of its tokens; later steps find the rows in the cache, or encode it again
+(`item_encoder.py`). Knows rows, and where items are in them. Does not know the tower.
 
 Shape suffixes: T tokens of this step, N tokens of an item in this step, D features, F features of all layers of the tower that the
 language model takes, L tokens of a prompt, C components.
@@ -10,21 +9,19 @@ language model takes, L tokens of a prompt, C components.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quire.features.media.encoder_cache import EncoderCache
-from quire.features.media.gate import EncoderCounts
+from quire.features.media.item_encoder import ItemEncoder, Wanted
 from quire.features.media.positions import item_positions
 from quire.forward_context import ForwardBatch, SeenSpan
-from quire.protocol.media import AUDIO, KINDS, ROWS, TowerInput, decode_input
+from quire.protocol.media import AUDIO, KINDS, TowerInput, decode_input
 from quire.protocol.plan import EnteredRow, StepPlan
 from quire.worker.hooks import Hook
 from quire.worker.model_input import ROPE_POSITIONS
@@ -33,12 +30,6 @@ if TYPE_CHECKING:
     from quire.models.base import LanguageModel
     from quire.models.media import MediaModel
     from quire.worker.request_rows import RequestRows
-
-
-class Tower(Protocol):
-    def encode(self, item: TowerInput) -> Tensor:
-        """rows_NF of an item."""
-        ...
 
 
 class PlacedItem(NamedTuple):
@@ -59,38 +50,34 @@ class RowItems:
     end: int
     positions_LC: np.ndarray | None = None
 
+    def parts(self, start: int, end: int) -> Iterator[tuple[PlacedItem, np.ndarray, np.ndarray]]:
+        """The items that give rows to the tokens [start, end), each with what `tokens_in` says."""
+        for one in self.items:
+            if one.start < end and one.end > start:
+                place_N, which_N = tokens_in(one, start, end)
+                if len(place_N):
+                    yield one, place_N, which_N
+
 
 class MediaHook(Hook):
-    """`load`: loads the tower, now and after a sleep that dropped the weights; None: clients send rows."""
+    """The only user of `encoder`."""
 
     name = "media"
     order = 20
 
-    def __init__(
-        self,
-        rows: RequestRows,
-        load: Callable[[], Tower] | None,
-        most_rows: int,
-        model: MediaModel,
-        dtype: str,
-    ):
-        self.rows, self.load, self.model = rows, load, model
-        self.dtype: torch.dtype = getattr(torch, dtype)
-        self.tower: Tower | None = load() if load is not None else None
-        self.cache = EncoderCache(most_rows)
+    def __init__(self, rows: RequestRows, encoder: ItemEncoder, model: MediaModel):
+        self.rows, self.encoder, self.model = rows, encoder, model
         self.of_row: dict[int, RowItems] = {}
         self._is_new = True
-        self._counts = EncoderCounts(0, 0, 0)
 
     def use_models(self, models: Sequence[LanguageModel]) -> None:
         """After a sleep that dropped the weights, the tower is dropped, and loaded again for the next item."""
         if not self._is_new or not isinstance(models[0], nn.Module):
-            self.tower = None
-            self.cache.clear()
+            self.encoder.drop_tower()
         self._is_new = False
 
     def clear_cache(self) -> bool:
-        self.cache.clear()
+        self.encoder.cache.clear()
         return True
 
     def enter(self, new: EnteredRow) -> None:
@@ -126,13 +113,14 @@ class MediaHook(Hook):
     def before(self, plan: StepPlan, batch: ForwardBatch | None) -> None:
         if batch is None or not self.of_row:
             return
+        rows = self.encoder.rows_of(list(self._wanted(plan, batch)))
         at, moved = 0, []
         for index, (item, count, end) in enumerate(
             zip(plan.work, batch.query_lens, batch.lengths, strict=True)
         ):
             own, start = self.of_row.get(item.row), end - count
             if own is not None and start < own.end:
-                self._replace_embeddings(batch, item.row, own, at - start, start, end)
+                self._replace_embeddings(batch, item.row, own, rows, at - start, start, end)
                 if self.model.both_ways:
                     only = self.model.both_ways == "windows"
                     batch.spans += seen_spans(own.items, index, at, start, end, only)
@@ -143,27 +131,32 @@ class MediaHook(Hook):
             self._set_positions(batch, moved)
 
     def report(self) -> bytes | None:
-        counts = self._counts
-        if not counts.lookups:
-            return None
-        self._counts = EncoderCounts(0, 0, 0)
-        return msgspec.msgpack.encode(counts)
+        counts = self.encoder.take_counts()
+        return msgspec.msgpack.encode(counts) if counts.lookups else None
 
     # -- embeddings -------------------------------------------------------------------------------
+    def _wanted(self, plan: StepPlan, batch: ForwardBatch) -> Iterator[Wanted]:
+        """The items of which the step computes tokens."""
+        for item, count, end in zip(plan.work, batch.query_lens, batch.lengths, strict=True):
+            if (own := self.of_row.get(item.row)) is not None:
+                for one, _, _ in own.parts(end - count, end):
+                    yield Wanted(one.key, one.item)
+
     def _replace_embeddings(
-        self, batch: ForwardBatch, row: int, own: RowItems, shift: int, start: int, end: int
+        self,
+        batch: ForwardBatch,
+        row: int,
+        own: RowItems,
+        rows: Mapping[str, Tensor | Exception],
+        shift: int,
+        start: int,
+        end: int,
     ) -> None:
         """For the tokens [start, end) of a row; token i of the row is token i + shift of the step."""
-        for one in own.items:
-            if one.start >= end or one.end <= start:
-                continue
-            place_N, which_N = tokens_in(one, start, end)
-            if not len(place_N):
-                continue
-            try:
-                rows_NF = self._rows_of(one)
-            except (ValueError, RuntimeError, TypeError, IndexError, KeyError) as error:
-                self.rows.faults[row] = f"the tower cannot encode an item of the kind {one.kind} ({type(error).__name__})"  # fmt: skip
+        for one, place_N, which_N in own.parts(start, end):
+            rows_NF = rows[one.key]
+            if isinstance(rows_NF, Exception):
+                self.rows.faults[row] = f"the tower cannot encode an item of the kind {one.kind} ({type(rows_NF).__name__})"  # fmt: skip
                 return
             device = batch.token_ids_T.device
             at_N = torch.from_numpy(place_N + shift).to(device)
@@ -173,28 +166,6 @@ class MediaHook(Hook):
                 batch.token_ids_T[at_N] = self.model.read_as
             for number, state_ND in enumerate(inner, 1):
                 batch.added_states.setdefault(number, []).append((at_N, state_ND))
-
-    def _rows_of(self, placed: PlacedItem) -> Tensor:
-        if (given := placed.item.tensors.get(ROWS)) is not None:
-            copied = bytearray(given.data)  # torch wants memory that may be written
-            flat_NF = torch.frombuffer(copied, dtype=getattr(torch, given.dtype)).view(given.shape)
-            return flat_NF.to(self.rows.device, self.dtype)
-        self._counts.lookups += 1
-        if (rows_NF := self.cache.get(placed.key)) is not None:
-            self._counts.hits += 1
-            return rows_NF
-        if self.tower is None:
-            if self.load is None:
-                raise ValueError("there is no vision tower")
-            self.tower = self.load()
-        began, count = time.perf_counter(), placed.item.num_rows
-        rows_NF = self.tower.encode(placed.item)
-        self._counts.seconds += time.perf_counter() - began
-        if len(rows_NF) != count:
-            raise ValueError(f"{len(rows_NF)} rows of an item with {count} tokens")
-        self._counts.rows += len(rows_NF)
-        self.cache.put(placed.key, rows_NF)
-        return rows_NF
 
     # -- positions --------------------------------------------------------------------------------
     def _set_positions(

@@ -26,8 +26,8 @@ from quire.logging import get_logger
 from quire.models.media import MediaModel
 from quire.models.progress import LoadProgress
 from quire.models.transformers.load import quiet, read_config
+from quire.models.vision_towers.base import as_tensor
 from quire.protocol.media import TowerInput
-from quire.protocol.tensor_data import TensorData
 
 log = get_logger(__name__)
 
@@ -58,7 +58,11 @@ class TransformersTower:
         log.info("the towers of %s take %.2f GiB", model.architecture, size / 2**30)
 
     @torch.inference_mode()
-    def encode(self, item: TowerInput) -> Tensor:
+    def encode(self, items: Sequence[TowerInput]) -> list[Tensor]:
+        """See `_encode`: one after the other, because Transformers pads pictures of a batch."""
+        return [self._encode(item) for item in items]
+
+    def _encode(self, item: TowerInput) -> Tensor:
         """rows_NF of an item, in the order of its tokens: of the last layer, then of the inner ones that the language model takes.
 
         Raises:
@@ -66,7 +70,11 @@ class TransformersTower:
         """
         is_picture = not {PIXELS, VIDEO_PIXELS}.isdisjoint(item.tensors)
         takes = self._takes if is_picture else self._hears
-        given = {name: self._tensor(data) for name, data in item.tensors.items() if name in takes}
+        given = {
+            name: as_tensor(data, self.device, self.dtype)
+            for name, data in item.tensors.items()
+            if name in takes
+        }
         if not is_picture:
             return self._heard(given, item.num_rows)
         features = self._method("get_video_features" if VIDEO_PIXELS in given else "get_image_features")  # fmt: skip
@@ -100,11 +108,6 @@ class TransformersTower:
 
         model.get_input_embeddings().forward = embeddings
         model.get_decoder().forward = same
-
-    def _tensor(self, data: TensorData) -> Tensor:
-        copied = bytearray(data.data)  # torch wants memory that may be written
-        tensor = torch.frombuffer(copied, dtype=getattr(torch, data.dtype)).view(data.shape)
-        return tensor.to(self.device, self.dtype if tensor.is_floating_point() else tensor.dtype)
 
     def _arguments(self, method: str) -> set[str]:
         """Of a method of the wrapper's inner model, if there is one: the wrapper's own has not all names."""

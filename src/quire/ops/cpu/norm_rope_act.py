@@ -93,7 +93,7 @@ def _add_rms_norm(
 @reference.rotate.on("native")
 def _rotate(x_THD: Tensor, cos_TP: Tensor, sin_TP: Tensor, interleaved: bool = False) -> Tensor:
     kernels, layout, half = best(), _heads(x_THD), cos_TP.shape[1]
-    fits = x_THD.dim() == 3 and half % 16 == 0 and 2 * half <= x_THD.shape[2]
+    fits = x_THD.dim() == 3 and half >= 16 and 2 * half <= x_THD.shape[2]
     if kernels is None or layout is None or not fits:
         return reference.rotate.reference(x_THD, cos_TP, sin_TP, interleaved)
     rows, heads, step = layout
@@ -160,7 +160,7 @@ def _packed_attention(
     steps = [layout and layout[2] for layout in map(_heads, (q_THD, k_TKD, v_TKD))]
     longest = int((starts_B1[1:] - starts_B1[:-1]).max()) if len(starts_B1) > 1 else 0
     covered = bias_HL is None or 2 * longest <= bias_HL.shape[1] + 1
-    if kernels is None or size % 32 or None in steps or not covered:
+    if kernels is None or None in steps or not covered:
         return packed_attention.reference(q_THD, k_TKD, v_TKD, starts_B1, scale, window, bias_HL)
     starts_B1, distances = starts_B1.int().contiguous(), 0
     if bias_HL is not None:

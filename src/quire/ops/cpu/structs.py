@@ -23,6 +23,7 @@ ACTIVATIONS = {
     "clamped_swiglu": 4,
     "relu2": 5,
     "relu": 7,
+    "quick_gelu": 8,
 }
 """Numbers of the activations of gated layers, and of relu2 and relu (`Activation` in kernels/common.h); 0: none."""
 UNGATED_FROM = 16
@@ -151,15 +152,15 @@ class CEncoderLayer(ctypes.Structure):
         *_all(CWeight, "qkv o up down"),
         *_all(CNorm, "after_attention after_mlp"),
         ("bias", c_void_p),
-        *_all(c_int64, "heads kv_heads D window act distances rotary"),
+        *_all(c_int64, "heads kv_heads D window act distances rotary runs"),
         ("scale", c_float),
     ]
 
 
 class CEncoderStep(ctypes.Structure):
     _fields_: ClassVar[Sequence[Any]] = [
-        *_all(c_void_p, "cos sin starts"),
-        *_all(c_int64, "rows pairs"),
+        *_all(c_void_p, "cos sin starts counts"),
+        ("pairs", c_int64),
     ]
 
 

@@ -49,7 +49,7 @@ inline Floats tanh_of(Floats x) {  // 1 - 2 / (e^2x + 1)
 
 // The activations of gated layers, and the square of ReLU, which has no gate; others without a gate are UNGATED + activation.
 // HALVES: of a gated layer, both halves without an activation. structs.py has their numbers, too.
-enum Activation { NO_ACTIVATION, SILU, GELU, GELU_TANH, CLAMPED_SWIGLU, RELU_SQUARED, HALVES, RELU, UNGATED = 16 };
+enum Activation { NO_ACTIVATION, SILU, GELU, GELU_TANH, CLAMPED_SWIGLU, RELU_SQUARED, HALVES, RELU, QUICK_GELU, UNGATED = 16 };
 inline bool is_gated(int act) { return act != NO_ACTIVATION && act != RELU_SQUARED && act < RELU; }
 
 // x / (1 + e^-y): silu for y = x.
@@ -69,6 +69,7 @@ inline Floats gelu_of(Floats x) {
 inline Floats activated(Floats x, int act) {
   if (act == SILU) return times_sigmoid(x, x);
   if (act == GELU) return gelu_of(x);
+  if (act == QUICK_GELU) return times_sigmoid(x, x * floats(1.702f));
   return times_sigmoid(x, x * fma(x * x, floats(0.0713548163f), floats(1.59576912f)));  // 0.5 (1 + tanh y) = sigmoid(2 y)
 }
 

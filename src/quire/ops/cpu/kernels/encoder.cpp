@@ -11,7 +11,8 @@
 namespace quire {
 
 // y = attention(x).
-static void attention(const EncoderLayer& l, const EncoderStep& s, const Prompts& prompts, const bf16* x, bf16* y) {
+static void attention(const EncoderLayer& l, const EncoderStep& s, const bf16* x, bf16* y) {
+  const Prompts prompts(s.starts[l.runs], s.counts[l.runs]);
   static thread_local Scratch<bf16> keep_qkv, keep_o;  // of the calling thread
   const long T = prompts.tokens(), D = l.D, wide = l.heads * D, width = wide + 2 * l.kv_heads * D;
   bf16 *qkv = keep_qkv.at_least(T * width), *o = keep_o.at_least(T * wide);
@@ -40,13 +41,12 @@ using namespace quire;
 // halves, and the result is in y; else null, and the result is in x.
 EXPORT void quire_encoder(const EncoderLayer* const* layers, long count, const Norm* first, const EncoderStep* step, long hidden,
                           bf16* x, bf16* y) {
-  const Prompts prompts(step->starts, step->rows);
-  const long T = prompts.tokens();
+  const long T = step->starts[0][step->counts[0]];
   static thread_local Scratch<bf16> keep;  // of the calling thread
   if (!first) {
     for (long i = 0; i < count; i++) {
       const EncoderLayer& l = *layers[i];
-      attention(l, *step, prompts, x, y);
+      attention(l, *step, x, y);
       l.after_attention.add(y, x, T, hidden);
       mlp(l, T, y, x);
       l.after_mlp.add(x, y, T, hidden);
@@ -58,7 +58,7 @@ EXPORT void quire_encoder(const EncoderLayer* const* layers, long count, const N
   first->in_place(y, hidden, T, 1, hidden);
   for (long i = 0; i < count; i++) {
     const EncoderLayer& l = *layers[i];
-    attention(l, *step, prompts, y, z);
+    attention(l, *step, y, z);
     l.after_attention.add(z, x, T, hidden);
     mlp(l, T, z, y);
     l.after_mlp.add(y, x, T, hidden);

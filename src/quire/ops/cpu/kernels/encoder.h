@@ -11,13 +11,15 @@ struct EncoderLayer {  // fixed once the model is loaded
   const float* bias;                // of scores by distance (attention.h); may be null
   int64_t heads, kv_heads, D, window, act, distances;
   int64_t rotary;  // which of the step's angles; -1: none
+  int64_t runs;    // which of the step's runs of tokens attend to each other
   float scale;
 };
 
 struct EncoderStep {
   const float* const *cos, *const *sin;  // by rotary embedding: [tokens, pairs]
-  const int* starts;
-  int64_t rows, pairs;
+  const int* const* starts;              // by kind of runs: [count + 1]
+  const int64_t* counts;                 // of runs
+  int64_t pairs;
 };
 
 }  // namespace quire

@@ -55,9 +55,9 @@ static const FieldLayout LAYOUTS[] = {
     WHOLE(EncoderLayer), FIELD(EncoderLayer, qkv), FIELD(EncoderLayer, o), FIELD(EncoderLayer, up), FIELD(EncoderLayer, down),
     FIELD(EncoderLayer, after_attention), FIELD(EncoderLayer, after_mlp), FIELD(EncoderLayer, bias), FIELD(EncoderLayer, heads),
     FIELD(EncoderLayer, kv_heads), FIELD(EncoderLayer, D), FIELD(EncoderLayer, window), FIELD(EncoderLayer, act),
-    FIELD(EncoderLayer, distances), FIELD(EncoderLayer, rotary), FIELD(EncoderLayer, scale),
+    FIELD(EncoderLayer, distances), FIELD(EncoderLayer, rotary), FIELD(EncoderLayer, runs), FIELD(EncoderLayer, scale),
 
-    WHOLE(EncoderStep), FIELD(EncoderStep, cos), FIELD(EncoderStep, sin), FIELD(EncoderStep, starts), FIELD(EncoderStep, rows),
+    WHOLE(EncoderStep), FIELD(EncoderStep, cos), FIELD(EncoderStep, sin), FIELD(EncoderStep, starts), FIELD(EncoderStep, counts),
     FIELD(EncoderStep, pairs),
 
     WHOLE(Step), FIELD(Step, cos), FIELD(Step, sin), FIELD(Step, query_scale), FIELD(Step, positions), FIELD(Step, slots), FIELD(Step, state_rows), FIELD(Step, kept),

@@ -58,21 +58,32 @@ inline void each_four(long count, const F& f) {
   if (i < count) f(i, std::integral_constant<int, 1>{});
 }
 
-// Rotates the first 2 * P features: pairs (i, i + P), or (2 i, 2 i + 1) if interleaved. y may be x.
-inline void rotate(const bf16* x, const float* cos, const float* sin, bf16* y, long D, long P, bool interleaved) {
-  for (long i = 0; i < P; i += 16) {
-    const Floats c = load(cos + i), s = load(sin + i);
+// 16 pairs from pair i on, and where they go.
+struct Pairs {
+  Floats a, b;
+  Pairs(const bf16* x, long i, long P, bool interleaved) {
     if (interleaved) {  // a pair is a word
       const Ints pairs = load((const int32_t*)(x + 2 * i));
-      const Floats a = as_floats(pairs << 16), b = as_floats(pairs & (int32_t)0xffff0000);
-      const Ints early = as_ints(rounded(fnma(b, s, a * c))), late = as_ints(rounded(fma(b, c, a * s)));
-      store((int32_t*)(y + 2 * i), logical_right(early, 16) | late);
-      continue;
-    }
-    const Floats a = widen(x + i), b = widen(x + P + i);
-    store(y + i, fnma(b, s, a * c));
-    store(y + P + i, fma(b, c, a * s));
+      a = as_floats(pairs << 16), b = as_floats(pairs & (int32_t)0xffff0000);
+    } else
+      a = widen(x + i), b = widen(x + P + i);
   }
+  void rotate(const float* cos, const float* sin, bf16* y, long i, long P, bool interleaved) const {
+    const Floats c = load(cos + i), s = load(sin + i), early = fnma(b, s, a * c), late = fma(b, c, a * s);
+    if (interleaved)
+      store((int32_t*)(y + 2 * i), logical_right(as_ints(rounded(early)), 16) | as_ints(rounded(late)));
+    else
+      store(y + i, early), store(y + P + i, late);
+  }
+};
+
+// Rotates the first 2 * P features: pairs (i, i + P), or (2 i, 2 i + 1) if interleaved. P is at least 16. y may be x: so the last
+// pairs, of which some are computed twice where P is no multiple of 16, are read before any is written.
+inline void rotate(const bf16* x, const float* cos, const float* sin, bf16* y, long D, long P, bool interleaved) {
+  if (!P) return;
+  const Pairs last(x, P - 16, P, interleaved);
+  for (long i = 0; i + 16 < P; i += 16) Pairs(x, i, P, interleaved).rotate(cos, sin, y, i, P, interleaved);
+  last.rotate(cos, sin, y, P - 16, P, interleaved);
   if (y != x) memcpy(y + 2 * P, x + 2 * P, (D - 2 * P) * sizeof(bf16));
 }
 

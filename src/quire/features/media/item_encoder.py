@@ -1,0 +1,133 @@
+"""ItemEncoder: rows of pictures, videos and sound, from the cache or from the tower.
+
+What a step needs is encoded together, in passes of a bounded size. Knows items by their names in the cache. Does not know where they
+are in prompts, or the tower's inside.
+
+Shape suffixes: N rows of an item, F features of all layers of the tower that the language model takes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from quire.features.media.encoder_cache import EncoderCache
+from quire.features.media.gate import EncoderCounts
+from quire.protocol.media import ROWS, TowerInput
+
+FAULTS = (ValueError, RuntimeError, TypeError, IndexError, KeyError)
+"""What a tower raises for tensors that it cannot take."""
+
+
+class Tower(Protocol):
+    def encode(self, items: Sequence[TowerInput]) -> list[Tensor]:
+        """rows_NF of each item. Its bits do not depend on the others."""
+        ...
+
+
+class Wanted(NamedTuple):
+    """An item that a step needs. `key`: its name in the cache."""
+
+    key: str
+    item: TowerInput
+
+
+class ItemEncoder:
+    """`load`: loads the tower, now and after a sleep that dropped the weights; None: clients send rows.
+
+    Args:
+        most_rows: of the cache. pass_rows: of the items of a pass; one larger item is a pass.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], Tower] | None,
+        most_rows: int,
+        pass_rows: int,
+        device: torch.device,
+        dtype: str,
+    ):
+        self.load, self.pass_rows = load, pass_rows
+        self.device, self.dtype = device, getattr(torch, dtype)
+        self.tower: Tower | None = load() if load is not None else None
+        self.cache = EncoderCache(most_rows)
+        self.counts = EncoderCounts(0, 0, 0)
+
+    def drop_tower(self) -> None:
+        """It is loaded again for the next item."""
+        self.tower = None
+        self.cache.clear()
+
+    def rows_of(self, wanted: Sequence[Wanted]) -> dict[str, Tensor | Exception]:
+        """By key: rows_NF, or why the tower cannot encode the item."""
+        found: dict[str, Tensor | Exception] = {}
+        missing: dict[str, TowerInput] = {}
+        for key, item in wanted:
+            if ROWS in item.tensors:
+                found[key] = self._given(item)
+                continue
+            self.counts.lookups += 1
+            if key in missing or key in found:
+                self.counts.hits += 1
+            elif (rows_NF := self.cache.get(key)) is not None:
+                self.counts.hits += 1
+                found[key] = rows_NF
+            else:
+                missing[key] = item
+        for some in self._passes([Wanted(*one) for one in missing.items()]):
+            found |= self._encoded(some)
+        return found
+
+    def take_counts(self) -> EncoderCounts:
+        """Since the last call."""
+        counts, self.counts = self.counts, EncoderCounts(0, 0, 0)
+        return counts
+
+    def _given(self, item: TowerInput) -> Tensor | Exception:
+        given = item.tensors[ROWS]
+        copied = bytearray(given.data)  # torch wants memory that may be written
+        flat_NF = torch.frombuffer(copied, dtype=getattr(torch, given.dtype)).view(given.shape)
+        return flat_NF.to(self.device, self.dtype)
+
+    def _passes(self, missing: Sequence[Wanted]) -> Iterator[list[Wanted]]:
+        some: list[Wanted] = []
+        count = 0
+        for one in missing:
+            if some and count + one.item.num_rows > self.pass_rows:
+                yield some
+                some, count = [], 0
+            some.append(one)
+            count += one.item.num_rows
+        if some:
+            yield some
+
+    def _encoded(self, some: Sequence[Wanted]) -> dict[str, Tensor | Exception]:
+        """A pass of the tower. If it fails, each item is encoded alone, so that others do not fail with one."""
+        began = time.perf_counter()
+        try:
+            rows = self._checked([one.item for one in some])
+        except FAULTS as fault:
+            if len(some) == 1:
+                return {some[0].key: fault}
+            return {key: rows for one in some for key, rows in self._encoded([one]).items()}
+        self.counts.seconds += time.perf_counter() - began
+        for one, rows_NF in zip(some, rows, strict=True):
+            self.counts.rows += len(rows_NF)
+            self.cache.put(one.key, rows_NF)
+        return {one.key: rows_NF for one, rows_NF in zip(some, rows, strict=True)}
+
+    def _checked(self, items: Sequence[TowerInput]) -> list[Tensor]:
+        if self.tower is None:
+            if self.load is None:
+                raise ValueError("there is no vision tower")
+            self.tower = self.load()
+        with torch.inference_mode():
+            rows = self.tower.encode(items)
+        for item, rows_NF in zip(items, rows, strict=True):
+            if len(rows_NF) != item.num_rows:
+                raise ValueError(f"{len(rows_NF)} rows of an item with {item.num_rows} tokens")
+        return [rows_NF.clone() for rows_NF in rows] if len(rows) > 1 else rows

@@ -1,0 +1,1 @@
+"""Vision towers that Quire computes itself: pictures of several requests in one pass, without padding."""
