@@ -256,6 +256,20 @@ def test_a_small_encoder_cache_encodes_again(engine, checkpoint):
     assert found[1] == peer(checkpoint("llava"), "llava", text, pictures[::-1])[1]
 
 
+def test_bytes_of_the_encoder_cache(engine):
+    def values(llm: Any) -> tuple[float, float]:
+        found = {
+            m.name: m.value for m in llm.get_metrics() if m.name.startswith("quire:encoder_cache")
+        }
+        return found["quire:encoder_cache_bytes"], found["quire:encoder_cache_bytes_max"]
+
+    with engine("llava") as llm:
+        tokens(llm, given("llava", "@ and @", [picture(1), picture(2)]))
+        assert values(llm) == (2 * 16 * 64 * 4, 64 * 64 * 4)
+        llm.reset_encoder_cache()
+        assert values(llm)[0] == 0
+
+
 def test_several_completions_of_a_picture(engine):
     params = SamplingParams(n=3, temperature=1.0, seed=7, max_tokens=COUNT, ignore_eos=True)
     one = SamplingParams(temperature=1.0, seed=7, max_tokens=COUNT, ignore_eos=True)

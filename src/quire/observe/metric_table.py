@@ -77,6 +77,9 @@ def cached_by_source(stats: EngineStats) -> dict[str, float]:
     return {"device": stats.prefix_hits - external_hits(stats), "disk": 0.0, **by_kind}
 
 
+ENCODER_BYTES, ENCODER_BYTES_MAX = "encoder_cache_bytes", "encoder_cache_bytes_max"
+"""EngineStats.counts: of the encoder cache, and its bound."""
+
 SNAPSHOTS: tuple[SnapshotMetric, ...] = (
     SnapshotMetric("vllm:num_requests_running", "gauge", "Running requests.", lambda s: s.running),
     SnapshotMetric("vllm:num_requests_waiting", "gauge", "Waiting requests.", lambda s: s.waiting),
@@ -115,6 +118,8 @@ SNAPSHOTS: tuple[SnapshotMetric, ...] = (
     SnapshotMetric("vllm:cpu_cache_usage_perc", "gauge", "Used part of the swap space, from 0 to 1.", lambda s: s.counts.get("host_cache_usage", 0)),
     SnapshotMetric("vllm:kv_offload_cpu_cache_usage_perc", "gauge", "Used part of the swap space, from 0 to 1: vLLM's new name.", lambda s: s.counts.get("host_cache_usage", 0)),
     SnapshotMetric("quire:kv_tier_bytes", "gauge", "Bytes of KV blocks that a tier has now.", tier_bytes, label="tier"),
+    SnapshotMetric("quire:encoder_cache_bytes", "gauge", "Bytes of encoded pictures, videos and sound that the encoder cache of a rank has.", lambda s: s.counts.get(ENCODER_BYTES, 0)),
+    SnapshotMetric("quire:encoder_cache_bytes_max", "gauge", "Bound of these bytes; known after the first picture.", lambda s: s.counts.get(ENCODER_BYTES_MAX, 0)),
 )  # fmt: skip
 
 OBSERVED: tuple[ObservedMetric, ...] = (
@@ -144,7 +149,7 @@ ENGINE_HISTOGRAMS: dict[str, ObservedMetric] = {
 }  # fmt: skip
 """Histograms that the engine fills, by their names in EngineStats.histograms."""
 
-GAUGES = {"kv_tier_bytes", "requests_swapped", "host_cache_usage", KEPT_TOKENS}
+GAUGES = {"kv_tier_bytes", "requests_swapped", "host_cache_usage", KEPT_TOKENS, ENCODER_BYTES, ENCODER_BYTES_MAX}  # fmt: skip
 """Names in EngineStats.counts that entries of SNAPSHOTS read."""
 
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"

@@ -210,6 +210,9 @@ class ServerMetrics:
             )  # fmt: skip
             self.throughput[kind] = made
         self.rows = gauge("quire:max_num_seqs", "Maximum requests that run at once.", "model_name", "engine")  # fmt: skip
+        name = self.model_name
+        self.processed_media = gauge("quire:processed_media_bytes", "Bytes of processed pictures, videos and sound that the HTTP processes keep.", "model_name", mode="livesum").labels(name)  # fmt: skip
+        self.processed_media_max = gauge("quire:processed_media_bytes_max", "Bound of these bytes.", "model_name", mode="livesum").labels(name)  # fmt: skip
         self.operations = gauge(
             "vllm:sleep_mode_operations_in_flight", "Sleep and wake-up operations in progress.",
             "model_name", "engine", "operation", mode="livesum",

@@ -121,6 +121,8 @@ class ServerState:
         engine.front.prepare()
         if (media := media_inputs(engine.front)) is not None:
             media.observe = self.metrics.media
+            media.cache.changed = self.metrics.processed_media.set
+            self.metrics.processed_media_max.set(media.cache.most)
         engine.inputs.max_text_bytes = max(MAX_TEXT_BYTES, BYTES_PER_TOKEN * limit)
         self.created, self.fingerprint = int(time.time()), fingerprint(client)
         for number, one in zip(self.config.parallel.ranks, client.engines, strict=True):

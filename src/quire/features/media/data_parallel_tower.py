@@ -44,7 +44,7 @@ class DataParallelTower:
         for owner, item in zip(owners, items, strict=True):
             counts[owner] += item.num_rows
         own_LF = self._own([item for owner, item in zip(owners, items, strict=True) if owner == self.ranks.rank], max(counts))  # fmt: skip
-        all_LRF = self.ranks.gather(own_LF).unflatten(1, (self.ranks.size, self.width))
+        all_LRF = self.ranks.gather(own_LF).view(len(own_LF), self.ranks.size, -1)
         if all_LRF[-1].any():
             raise ValueError("a rank cannot encode its items")
         found, begins = [], [0] * self.ranks.size

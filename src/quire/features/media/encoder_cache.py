@@ -17,6 +17,10 @@ class EncoderCache:
         self.most_rows, self.num_rows = most_rows, 0
         self._kept: OrderedDict[str, Tensor] = OrderedDict()
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(rows_NF.nbytes for rows_NF in self._kept.values())
+
     def get(self, digest: str) -> Tensor | None:
         """rows_NF, or None."""
         if (rows_NF := self._kept.get(digest)) is not None:

@@ -64,8 +64,15 @@ class MediaFeature(Feature):
             "encoder_passes",
             "encoder_rows",
             "encoder_seconds",
+            "encoder_cache_bytes",
+            "encoder_cache_bytes_max",
         ]
-        engine.calls["reset_encoder_cache"] = lambda: all(core.executor.call("reset_encoder_cache"))
+
+        def reset() -> bool:
+            core.counts["encoder_cache_bytes"] = 0
+            return all(core.executor.call("reset_encoder_cache"))
+
+        engine.calls["reset_encoder_cache"] = reset
 
     def _longest_whole(self) -> int:
         """The most tokens of an item, if a step computes all of them or none; 0: it may compute a part.
@@ -109,8 +116,12 @@ class MediaFeature(Feature):
             model = replace(model, vision=None)
         if model.towers:
             load = tower_loader(self.resolved, model, parts.platform, parts.ranks.tensor)
-        sizes, dtype = (self.most_rows, self.model.max_rows), self.resolved.dtype
-        encoder = ItemEncoder(load, *sizes, parts.platform.device, dtype)
+        sizes = (
+            self.most_rows,
+            self.model.max_rows,
+            self.model.width * (1 + self.model.inner_layers),
+        )
+        encoder = ItemEncoder(load, *sizes, parts.platform.device, self.resolved.dtype)
         hook = MediaHook(parts.rows, encoder, self.model)
         parts.hooks.append(hook)
         parts.functions["reset_encoder_cache"] = hook.clear_cache

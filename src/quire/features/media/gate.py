@@ -25,6 +25,8 @@ class EncoderCounts(msgspec.Struct, array_like=True):
     hits: int
     rows: int
     seconds: float = 0.0
+    cache_bytes: int = 0
+    cache_bytes_max: int = 0
 
 
 @dataclass(slots=True)
@@ -75,3 +77,5 @@ class MediaGate(Gate):
         self.counts["encoder_passes"] += counts.lookups - counts.hits
         self.counts["encoder_rows"] += counts.rows
         self.counts["encoder_seconds"] += counts.seconds
+        self.counts["encoder_cache_bytes"] = counts.cache_bytes
+        self.counts["encoder_cache_bytes_max"] = counts.cache_bytes_max

@@ -40,7 +40,7 @@ class ItemEncoder:
     """`load`: loads the tower, now and after a sleep that dropped the weights; None: clients send rows.
 
     Args:
-        most_rows: of the cache. pass_rows: of the items of a pass; one larger item is a pass.
+        most_rows: of the cache. pass_rows: of the items of a pass; one larger item is a pass. width: of a row.
     """
 
     def __init__(
@@ -48,11 +48,13 @@ class ItemEncoder:
         load: Callable[[], Tower] | None,
         most_rows: int,
         pass_rows: int,
+        width: int,
         device: torch.device,
         dtype: str,
     ):
-        self.load, self.pass_rows = load, pass_rows
-        self.device, self.dtype = device, getattr(torch, dtype)
+        self.load, self.pass_rows, self.width = load, pass_rows, width
+        self.device = device
+        self.dtype: torch.dtype = getattr(torch, dtype)
         self.tower: Tower | None = load() if load is not None else None
         self.cache = EncoderCache(most_rows)
         self.counts = EncoderCounts(0, 0, 0)
@@ -85,6 +87,8 @@ class ItemEncoder:
     def take_counts(self) -> EncoderCounts:
         """Since the last call."""
         counts, self.counts = self.counts, EncoderCounts(0, 0, 0)
+        counts.cache_bytes = self.cache.num_bytes
+        counts.cache_bytes_max = self.cache.most_rows * self.width * self.dtype.itemsize
         return counts
 
     def _given(self, item: TowerInput) -> Tensor | Exception:

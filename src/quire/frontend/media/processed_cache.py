@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.protocol.tensor_data import TensorData
@@ -49,6 +50,8 @@ class ProcessedCache:
         self.most, self.bytes, self.queries, self.hits = most, 0, 0, 0
         self._kept: OrderedDict[tuple[str, str], ReadMedia] = OrderedDict()
         self._lock = threading.Lock()
+        self.changed: Callable[[int], object] = lambda num_bytes: None
+        """Called with the bytes that are kept, when these have changed."""
 
     def get(self, scope: str, digest: str) -> ReadMedia | None:
         """`scope`: whose pictures: how long an answer takes must not show others' pictures."""
@@ -68,6 +71,7 @@ class ProcessedCache:
             while self.bytes > self.most:
                 _, dropped = self._kept.popitem(last=False)
                 self.bytes -= dropped.num_bytes
+            self.changed(self.bytes)
 
     def name(self, scope: str, uuid: str, digest: str) -> None:
         """From now on this name means this picture, in this scope."""
@@ -87,3 +91,4 @@ class ProcessedCache:
             self._names.clear()
             self._kept.clear()
             self.bytes = 0
+            self.changed(0)
