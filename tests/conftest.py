@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,6 +55,18 @@ def sighup_ends() -> Iterator[None]:
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test with the marker `sampled(N)`, all cases but the first of each N are slow."""
+    seen = Counter[str]()
+    for item in items:
+        if (mark := item.get_closest_marker("sampled")) is not None:
+            name = item.nodeid.partition("[")[0]
+            if seen[name] % mark.args[0]:
+                item.add_marker(pytest.mark.slow)
+            seen[name] += 1
 
 
 def pytest_collection_finish() -> None:

@@ -15,7 +15,9 @@ from xdist.scheduler.each import EachScheduling
 
 TESTS = Path(__file__).parent
 FIRST = (
+    "docs",
     "equality",
+    "media",
     "parallel",
     "processes",
     "server",

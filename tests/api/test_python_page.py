@@ -11,9 +11,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PAGE = Path(__file__).parents[2] / "docs/python.md"
 
 
+@pytest.mark.slow
 def test_the_page_runs(tmp_path: Path):
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     assert len(blocks) > 4

@@ -181,6 +181,7 @@ def test_refused_requests_leave_no_memory(server: AttackedServer):
     measured.check()
 
 
+@pytest.mark.slow
 def test_client_errors_are_not_server_errors(server: AttackedServer):
     bodies: list[dict[str, Any]] = [
         {"structured_outputs": {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}},

@@ -65,6 +65,7 @@ class Terminal:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
+@pytest.mark.slow
 def test_a_conversation_with_line_editing_commands_and_interrupts(tmp_path: Path):
     terminal = Terminal(
         "-m", "quire", "chat", "quire-tiny", "--max-tokens", "6", "--max-model-len", "512",

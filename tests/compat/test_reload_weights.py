@@ -61,6 +61,7 @@ def test_requests_that_run_are_computed_again(expected):
         assert tokens(llm) == expected
 
 
+@pytest.mark.slow
 def test_a_failed_load_leaves_the_engine_asleep(expected, tmp_path):
     with LLM("quire-tiny", max_model_len=64) as llm:
         shutil.copytree(llm.client.resolved.path, tmp_path / "model")

@@ -84,6 +84,7 @@ def on_a_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_no_step_synchronizes_and_tokens_equal_the_hosts(folder: str, monkeypatch) -> None:
     options = OPTIONS
     everyone = list(range(len(ASKED)))

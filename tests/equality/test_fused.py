@@ -31,6 +31,7 @@ def by_parts(one: Engine) -> Any:
     return worker
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("kind", ["qwen3", "mistral", "qwen2"])
 def test_fused_layers_produce_the_same_tokens(
@@ -144,6 +145,7 @@ FOREIGN: dict[str, tuple[Put, set[int], list[int]]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("case", FOREIGN)
 def test_native_layers_beside_a_foreign_module_stay_fused(

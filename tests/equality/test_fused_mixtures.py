@@ -41,6 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "quantization"),
     [("qwen3_moe", None), ("qwen3_moe", "int8"), ("qwen3_moe", "int4_g32"), ("qwen2_moe", None), ("mixtral", "int8"), ("glm4_moe", None)],

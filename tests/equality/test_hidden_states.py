@@ -86,6 +86,7 @@ def of_transformers(path: str, tokens: list[int]) -> dict[int, Tensor]:
     return seen
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize(
     ("kind", "more", "mode"),

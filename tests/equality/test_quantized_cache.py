@@ -33,6 +33,7 @@ def alone(path: str, dtype: str, kept: str) -> list[list[int]]:
         return [one.tokens([prompt], greedy(COUNT))[0] for prompt in prompts(6)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize(("kind", "dtype", "kept"), MODELS)
 def test_batching_changes_no_token(

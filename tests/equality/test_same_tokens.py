@@ -33,6 +33,7 @@ def reference(path: str) -> list[list[int]]:
     return [plain(path, prompt, COUNT) for prompt in prompts(6)]
 
 
+@pytest.mark.slow
 def test_the_reference_does_not_repeat_itself(checkpoint: Checkpoint) -> None:
     """Else it could not tell one place in a text from another."""
     for kind in KINDS:
@@ -53,6 +54,7 @@ def test_greedy_tokens_equal_transformers(kind: str, checkpoint: Checkpoint) -> 
         same(one.tokens(prompts(6), greedy(COUNT)), reference(path))  # batched, and prefix-cached
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "setting"),
     [(kind, each) for kind in ("qwen3", "mistral") for each in SETTINGS],
@@ -112,6 +114,7 @@ def sampled_alone(checkpoint: Checkpoint) -> list[list[int]]:
     return alone
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_no_setting_changes_a_sampled_token(
     setting: str, checkpoint: Checkpoint, sampled_alone: list[list[int]]
@@ -120,6 +123,7 @@ def test_no_setting_changes_a_sampled_token(
         same(one.tokens(prompts(6), mixed()), sampled_alone)
 
 
+@pytest.mark.slow
 def test_another_process_changes_no_token(
     checkpoint: Checkpoint, sampled_alone: list[list[int]]
 ) -> None:

@@ -36,6 +36,7 @@ def answers(one: Engine) -> list[list[int]]:
     return one.tokens(prompts(5), greedy(20))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_the_same_after_sleep(case: str, tmp_path: Path) -> None:
     if case == "fused" and best() is None:
@@ -60,6 +61,7 @@ def test_tokens_are_the_same_after_sleep(case: str, tmp_path: Path) -> None:
             assert answers(one) == before
 
 
+@pytest.mark.slow
 def test_a_separate_device_is_filled_again_after_sleep(tmp_path: Path) -> None:
     """As on an accelerator: the cache's tensors go, and the source is told that addresses are others."""
     with engine(make_checkpoint("qwen3", tmp_path), model_impl="native") as one:

@@ -136,6 +136,7 @@ def second(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_checkpoint(more.pop("kind"), tmp_path_factory.mktemp("second"), **more)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("depth", "dtype"), [(1, "float32"), (3, "float32"), (2, "bfloat16"), (3, "bfloat16")]
 )

@@ -138,6 +138,7 @@ def test_nobody_finds_the_blocks_of_another_source(path: str, expected: list[lis
         assert one.client.core.scheduler.count.prefix_hits == 0
 
 
+@pytest.mark.slow
 def test_they_sleep_and_wake_up(path: str, expected: list[list[int]]) -> None:
     with cross_engine(path) as one:
         for level in (1, 2):

@@ -221,6 +221,7 @@ def test_ranks_keep_their_parts(
             assert (hits(one) > 0) == (number == 1)
 
 
+@pytest.mark.slow
 def test_a_sleeping_engine_loads_when_it_is_awake(
     filled: Path, expected: list[list[int]], checkpoint: Callable[..., str]
 ) -> None:

@@ -71,6 +71,7 @@ ROUNDS = 8
 """It depends on the store's threads in which round a block is overwritten before its copy."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OF_COPIES)
 def test_the_tokens_notice_a_broken_copy(
     name: str, checkpoint: Callable[..., str], tmp_path: Path

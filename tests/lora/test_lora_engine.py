@@ -219,6 +219,7 @@ def test_requests_wait_for_room_in_the_step_and_are_counted(folder: Path, alone:
         collect(one, list(ids))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [1, 2])
 def test_adapters_return_after_sleep(level: int, folder: Path, alone: dict) -> None:
     with lora_engine(str(folder / "model")) as one:

@@ -106,6 +106,7 @@ def quick_or_slow(*more: Any) -> list[Any]:
     return [pytest.param(kind, *more, marks=() if kind in (*CORE, *JOINTS) else SLOW) for kind in KINDS]  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "chunk"), [*quick_or_slow(5), *((kind, n) for kind in CORE for n in (1, 16))])  # fmt: skip
 def test_a_step_may_end_inside_a_picture(kind, chunk, engine, checkpoint):
     text, pictures = "see @ and also @ now", [picture(1, **WIDE), picture(2)]
@@ -219,6 +220,7 @@ def test_preempted_requests_continue_with_the_same_tokens(kind, engine, checkpoi
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llava", "qwen2_vl"])
 def test_beside_speculation_and_after_deep_sleep(kind, engine, checkpoint):
     text, pictures = "see @ see see see see", [picture(1)]

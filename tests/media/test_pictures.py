@@ -131,6 +131,7 @@ def narrow(checkpoint: Any) -> Iterator[MediaProcesses]:
     made.close()
 
 
+@pytest.mark.slow
 def test_a_process_at_its_limit_of_memory_refuses_and_goes_on(narrow):
     large = as_file(Image.new("RGB", (6000, 6000)))
     with pytest.raises(ValidationError, match="MiB to decode"):
@@ -148,6 +149,7 @@ def test_a_process_at_its_limit_of_time_is_replaced(narrow, monkeypatch):
     assert isinstance(narrow.process(as_file(picture(1)), "at"), Processed)
 
 
+@pytest.mark.slow
 def test_a_processor_that_cannot_be_loaded_is_named_in_the_log_only(tmp_path, caplog):
     made = MediaProcesses(str(tmp_path), 1)
     with pytest.raises(ValidationError, match="the server's log says why") as caught:

@@ -69,6 +69,7 @@ def params(archs: list[Arch]) -> list:
     ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("arch", params(ARCHS))
 def test_logits_equal_transformers(arch: Arch) -> None:
     model = make_model(arch)

@@ -41,6 +41,7 @@ def check(theirs, ours) -> None:
             assert (want - got).abs().max() < CLOSE
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("impl", ["auto", "transformers"])
 @pytest.mark.parametrize("wrapper", WRAPPERS, ids=lambda w: w.kind)
 def test_text_of_a_wrapper_runs_without_its_towers(wrapper: Wrapper, impl: str, tmp_path) -> None:

@@ -102,6 +102,7 @@ GGUF_MODELS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "case", [pytest.param(c, id=c.name.replace(" ", "-")) for c in GGUF_MODELS]
 )

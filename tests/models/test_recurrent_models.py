@@ -30,6 +30,7 @@ def share_transformers(theirs: Any) -> None:
         layer.shared_transformer = first.shared_transformer
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.name.replace(" ", "-")) for c in CASES])
 def test_logits_equal_transformers(case: Case, tmp_path: Path) -> None:
     theirs, prompts = write(case, tmp_path), texts(lengths=LENGTHS)

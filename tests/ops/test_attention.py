@@ -171,6 +171,7 @@ def test_without_causality_each_token_attends_to_the_whole_prompt(tile, dtype):
             torch.testing.assert_close(out[at].double(), want, **near)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tile", [16, 128])
 def test_same_bits_alone_batched_and_chunked(kind, tile):
@@ -225,6 +226,7 @@ def test_bfloat16_is_float32_rounded_once():
 FUSED = ["plain", "one head each", "window", "wide window"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", FUSED)
 @pytest.mark.parametrize("block_size", [4, 16])

@@ -216,6 +216,7 @@ def test_sleep_and_calls_of_all_ranks(checkpoint: str) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "released"), [
     pytest.param({}, True, id="ranks, released"),
     pytest.param({}, False, id="ranks", marks=pytest.mark.slow),

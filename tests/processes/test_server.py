@@ -236,6 +236,7 @@ def test_named_functions_of_the_engine(server: Served):
     assert server.client.post("/collective_rpc", json=failed).status_code == 500
 
 
+@pytest.mark.slow
 def test_the_cli_completion_equals_the_servers(server: Served, checkpoint: str):
     flags = ["--max-tokens", "16", "--temperature", "0", "-q", "Once"]
     said = {}
@@ -373,6 +374,7 @@ def test_a_second_sigterm_ends_a_server_at_once(checkpoint: str):
         check_end(server, end, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["full", "closed", "not read"])
 def test_a_server_works_with_unwritable_stdout(checkpoint: str, tmp_path: Path, where: str):
     """Standard output and error are a full disk, a closed pipe, or a pipe that is not read."""

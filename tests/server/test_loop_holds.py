@@ -35,11 +35,13 @@ def check(folder: Path, name: str, size: int) -> Answer:
     return answer
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", costly_bodies.CASES)
 def test_no_short_body_blocks_the_event_loop(folder: Path, name: str):
     check(folder, name, costly_bodies.SMALL)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LONG)
 def test_no_long_body_blocks_the_event_loop(folder: Path, name: str):
     check(folder, name, MOST_BODY - 100)

@@ -63,6 +63,7 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> str:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("dtype", "depth"),
     [("float32", 2), pytest.param("bfloat16", 1, marks=NATIVE), pytest.param("bfloat16", 2, marks=NATIVE)],
@@ -84,6 +85,7 @@ def test_a_draft_model_never_changes_an_answer(
             one.client.core.scheduler.check()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
@@ -108,6 +110,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(
         assert one.stats()["prefix_hits"] > 50
 
 
+@pytest.mark.slow
 def test_draft_tokens_are_right_after_sleep(target: str) -> None:
     with drafted(target, target, block_size=16) as one:
         before = one.tokens(PROMPTS[:4], SAMPLED[:4])

@@ -103,6 +103,7 @@ def test_no_head_changes_an_answer_of_steps_in_flight(tmp_path: Path, targets: d
         assert counts(one)[0] > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", RIGHT)
 def test_right_heads_are_accepted(method: str, tmp_path: Path) -> None:
     """The newest tokens and their hidden states reach the head, and its guesses the target, at every place."""

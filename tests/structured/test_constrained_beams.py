@@ -103,6 +103,7 @@ def by_hand(
     return [(list(tokens), total, why) for _, tokens, total, why in done[:width]]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("width", [1, 3, 8])
 @pytest.mark.parametrize("name", LANGUAGES)
 def test_equals_the_plain_algorithm(llm: LLM, name: str, width: int) -> None:

@@ -90,6 +90,7 @@ def jumping() -> Iterator[Engine]:
         yield one
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_forced_tokens_change_no_output(setting: str, drawn: list[list[int]]):
     with tiny(**SETTINGS[setting]) as one:
