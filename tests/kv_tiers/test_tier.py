@@ -239,9 +239,17 @@ def test_an_answer_says_where_its_prompt_came_from(
 ) -> None:
     with kept(checkpoint("qwen3"), filled) as one:
         outputs = one.run([PROMPTS[0]], greedy(2))[0]
-        assert [out.details for out in outputs if out.details] == [{"kv_tiers": {"disk": 64}}]
+        assert (outputs[0].loaded_tokens, outputs[0].num_cached_tokens) == ({"disk": 64}, 64)
         again = one.run([PROMPTS[0]], greedy(2))[0]
-        assert not any(out.details for out in again)
+        assert (again[0].loaded_tokens, again[0].num_cached_tokens) == ({}, 64)
+        counts = one.client.core.counts
+        assert (counts["external_prefix_cache_queries"], hits(one)) == (64, 64)
+        assert (counts["kv_tier_queries:disk"], counts["kv_tier_hits:disk"]) == (4, 4)
+        assert counts["kv_tier_limit:disk"] > counts["kv_tier_bytes:disk"] > 0
+        assert counts["kv_active_loads"] == 0
+        histograms = one.client.core.stats().histograms
+        assert histograms["kv_load_size"][-1] == counts["kv_load_bytes:disk"] > 0
+        assert sum(histograms["kv_lookup"][:-1]) >= 1
 
 
 def test_the_rate_of_computing_is_known_after_a_restart(

@@ -22,10 +22,12 @@ sys.path[:0] = [str(ENGINE), str(ENGINE.parents[1])] * (str(ENGINE) not in sys.p
 import workload  # noqa: E402
 from toy_device import POISON  # noqa: E402
 
+from quire.config.observe import ObserveConfig  # noqa: E402
 from quire.engine.listener import EngineListener  # noqa: E402
 from quire.features.kv_tiers.copies import BlockCopies  # noqa: E402
 from quire.features.kv_tiers.gate import KVTierGate  # noqa: E402
-from quire.features.kv_tiers.swap import SwapSpace  # noqa: E402
+from quire.features.kv_tiers.swap import KIND, SwapSpace  # noqa: E402
+from quire.features.kv_tiers.tier_counts import TierCounts  # noqa: E402
 from quire.features.kv_tiers.transfers import BlockRead  # noqa: E402
 from quire.kvstore.host_pool import HostPool  # noqa: E402
 from quire.protocol.plan import StepPlan  # noqa: E402
@@ -89,6 +91,10 @@ class ToyTransfers:
         self.speed, self.misses = rng.choice([0.05, 0.5, 1.0]), rng.choice([0.0, 0.0, 0.1])
         self.reads: list[tuple[BlockRead, int]] = []
         self.writes: list[tuple[Any, int]] = []
+
+    @property
+    def num_writing(self) -> int:
+        return len(self.writes)
 
     def read(self, keys: Any) -> BlockRead:
         read = BlockRead(keys, len(keys), 0.0)
@@ -178,7 +184,7 @@ def add_tier(s: workload.Setting, seed: int, stores: dict[Any, ToyStore]) -> KVT
     gate = TickingGate(
         s.scheduler, transfers, [1] * len(kv.groups), rates,
         policy=rng.choice(["auto", "second-use", "always", "always"]), may_save=lambda: rng.random() < 0.5,
-        exact=True, counts=counts, swap=SwapSpace(HostPool(staging.kept), kv.pool.by_hash, counts), clock=lambda: float(s.late.now),
+        exact=True, counts=TierCounts(counts, [KIND, "disk"], ["disk"], ObserveConfig()), swap=SwapSpace(HostPool(staging.kept), kv.pool.by_hash, counts), clock=lambda: float(s.late.now),
     )  # fmt: skip
     s.scheduler.gates.append(gate)
     kv.pool.listeners.append(gate)
@@ -243,7 +249,7 @@ def trial(seed: int, stores: dict[Any, ToyStore]) -> dict[str, float]:
         [swap.swapped, swap.leaving, swap.copying, pool._pinned, pool._pins, pool._outdated]
     )
     assert len(pool) + len(set(pool._free)) == pool.num_slots, "slots of the swap space leaked"
-    return gate.counts
+    return gate.counts.counts
 
 
 def main(trials: int, first: int = 0) -> dict[str, float]:

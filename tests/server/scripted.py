@@ -199,6 +199,7 @@ class ScriptedEngine(AsyncEngine):
             finished=ended,
             num_cached_tokens=self.cached,
             num_cache_creation_tokens=0,
+            cached_tokens_by_source=None,
         )
 
     def position(self, token: int, top: int) -> dict[int, Object]:

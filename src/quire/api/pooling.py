@@ -135,7 +135,8 @@ class PoolingMethods:
         )
         shared = len(outputs) - len(documents)  # the queries' outputs come first
         return [
-            ScoringRequestOutput(one.request_id, ScoringOutput(score), _read(outputs, shared, index), one.num_cached_tokens)
+            ScoringRequestOutput(one.request_id, ScoringOutput(score), _read(outputs, shared, index), one.num_cached_tokens,
+                                 cached_tokens_by_source=one.cached_tokens_by_source)
             for index, (one, score) in enumerate(zip(outputs[shared:], pairs.scores(outputs), strict=True))
         ]  # fmt: skip
 

@@ -139,6 +139,7 @@ def plug_features(features: Sequence[Feature], core: EngineCore, info: WorkerInf
     core.scheduler.gates = sorted(parts.gates, key=attrgetter("order"))
     core.scheduler.kv.limits = parts.prefix_limits
     core.counts |= dict.fromkeys(parts.counters, 0.0)
+    core.histograms |= parts.histograms
     core.functions |= parts.calls
     core.labels |= parts.labels
     core.state_files |= parts.state_files

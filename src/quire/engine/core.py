@@ -62,6 +62,7 @@ class EngineCore:
         self.observers = StepObservers()
         self.listeners: list[EngineListener] = []  # they hear what happens to the engine
         self.counts: dict[str, float] = {}  # additional counters of observers
+        self.histograms: dict[str, BucketCounts] = {}  # of features
         self.labels: dict[str, Callable[[], str]] = {}  # texts for labels of metrics
         # by file name: restores a feature's state from a file of an earlier process, and writes it there from now on
         self.state_files: dict[str, Callable[[Path], None]] = {}
@@ -217,7 +218,9 @@ class EngineCore:
             finished={str(why): number for why, number in scheduler.finished.items()},
             steps=scheduler.steps,
             deferred=scheduler.deferred,
-            histograms=kv.pool.stats() | {"step_tokens": self.step_tokens.stats},
+            histograms=kv.pool.stats()
+            | {"step_tokens": self.step_tokens.stats}
+            | {name: one.stats for name, one in self.histograms.items()},
             state=self.state,
             counts=dict(self.counts),
             labels={name: read() for name, read in self.labels.items()},

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from quire.config.engine import ModelSpec, Resolved
 from quire.engine.core import EngineCore
 from quire.engine.listener import EngineListener
+from quire.protocol.bucket_counts import BucketCounts
 from quire.protocol.request import RequestParams
 from quire.scheduler.gate import Gate
 from quire.scheduler.limits import SchedulerLimits
@@ -46,6 +47,7 @@ class EngineParts:
         prefix_limits: what cached prefixes need besides their blocks.
         calls: functions that `EngineClient.call` may name.
         counters: names of counters, which start at 0 in `core.counts`.
+        histograms: by their names in `metric_table.ENGINE_HISTOGRAMS`.
         labels: texts for labels of metrics, by name.
         state_files: by file name: restores state from a file of an earlier process, and writes it there from now on.
         ready: further fields of the engine's EngineReady.
@@ -57,6 +59,7 @@ class EngineParts:
     prefix_limits: list[PrefixLimit] = field(default_factory=list)
     calls: dict[str, Callable[..., Any]] = field(default_factory=dict)
     counters: list[str] = field(default_factory=list)
+    histograms: dict[str, BucketCounts] = field(default_factory=dict)
     labels: dict[str, Callable[[], str]] = field(default_factory=dict)
     state_files: dict[str, Callable[[Path], None]] = field(default_factory=dict)
     ready: dict[str, Any] = field(default_factory=dict)

@@ -25,7 +25,7 @@ from quire.frontend.logprobs import (
     PromptLogprobs,
     positions,
 )
-from quire.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from quire.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput, by_source
 from quire.frontend.parallel_sampling import top_n
 from quire.frontend.repetition_detector import RepetitionDetector
 from quire.frontend.tokenizer import Tokenizer
@@ -144,6 +144,7 @@ class OutputProcessor:
         )
         self.num_cached_tokens: int | None = None
         self.num_cache_creation_tokens: int | None = None
+        self.loaded_tokens: dict[str, int] = {}
         self.prompt_logprobs: PromptLogprobs | None = None
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs = PromptLogprobs(len(accepted.tokens), self._names)
@@ -198,6 +199,7 @@ class OutputProcessor:
             if self.num_cached_tokens is None or output.num_cached_tokens > self.num_cached_tokens:
                 self.num_cached_tokens = output.num_cached_tokens
                 self.num_cache_creation_tokens = output.num_cache_creation_tokens
+                self.loaded_tokens = output.loaded_tokens
         metrics.engine = output.engine
         metrics.resumed |= output.resumed
         if output.queued and not metrics.scheduled_ts:
@@ -241,6 +243,7 @@ class OutputProcessor:
             outputs, self.finished, self.metrics, self.accepted.lora_request,
             num_cached_tokens=self.num_cached_tokens,
             num_cache_creation_tokens=self.num_cache_creation_tokens,
+            cached_tokens_by_source=by_source(self.num_cached_tokens, self.loaded_tokens),
         )  # fmt: skip
 
     def _completion(self, child: OutputState, index: int) -> CompletionOutput:

@@ -5,7 +5,7 @@ Plain data. `error_of` returns the exception of a failed request.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -102,6 +102,8 @@ class RequestOutput:
     encoder_prompt_token_ids: list[int] | None = None
     num_cached_tokens: int | None = None
     num_cache_creation_tokens: int | None = None
+    cached_tokens_by_source: dict[str, int] | None = None
+    """Where `num_cached_tokens` came from: "device" (the KV cache), "host", "disk", "redis". Not in vLLM."""
     kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None
     prompt_token_id_logprobs: Any = None
@@ -139,6 +141,14 @@ def _join(old: CompletionOutput, new: CompletionOutput) -> None:
     old.finish_reason, old.stop_reason = new.finish_reason, new.stop_reason
     old.error, old.error_kind = new.error, new.error_kind
     old.details = new.details
+
+
+def by_source(num_cached_tokens: int | None, loaded: Mapping[str, int]) -> dict[str, int] | None:
+    """Where cached tokens of a prompt came from. `loaded`: of those that were not in the KV cache. None: unknown yet."""
+    if num_cached_tokens is None:
+        return None
+    found = {"device": num_cached_tokens - sum(loaded.values()), **loaded}
+    return {source: count for source, count in found.items() if count}
 
 
 class AnyOutput(Protocol):

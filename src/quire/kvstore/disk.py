@@ -112,7 +112,7 @@ class DiskStore:
         """Index what other engines have written since, and forget what they have deleted."""
         try:
             found = {one.path: one.num_bytes for one in segments_in(self.folder)}
-            self.num_bytes = sum(found.values())
+            self.num_bytes = sum(found.values()) + self._bytes_of_others()
             for path, num_bytes in found.items():
                 writes = self._writer is not None and path == self._writer.path
                 if not (self.why_off or writes) and self._ends.get(path, 0) < num_bytes:
@@ -126,6 +126,15 @@ class DiskStore:
             self.num_refreshes += 1
         except OSError as why:
             self.turn_off(why)
+
+    def _bytes_of_others(self) -> int:
+        """Of the segments of other identities."""
+        num_bytes = 0
+        for folder in identities(self.root):
+            with suppress(FileNotFoundError):  # it is being deleted
+                if folder != self.folder:
+                    num_bytes += sum(one.num_bytes for one in segments_in(folder))
+        return num_bytes
 
     def _scan(self, path: Path) -> None:
         end = self._ends.get(path, 0)

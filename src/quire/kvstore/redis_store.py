@@ -15,6 +15,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 
 from quire.kvstore.disk import Identify, Key
 from quire.kvstore.record import BadRecord, check_record, record_size, write_head
@@ -53,6 +54,8 @@ class RedisStore:
         self._identify, self._key, self.identity = identify, key, b""
         self.why_off = ""
         self.bytes_written = self.bytes_read = 0
+        self.num_bytes = self.limit = 0
+        """Memory of the whole server."""
         self.rate = 0.0
         """Bytes per second of reads; 0: not measured."""
         self._is_up, self._failures, self._retry_at = False, 0, 0.0
@@ -73,9 +76,25 @@ class RedisStore:
         return self.rate
 
     def refresh(self) -> None:
-        """Look again for a server that did not answer."""
-        if not (self._is_up or self.why_off) and time.monotonic() >= self._retry_at:
+        """Ask for the server's memory; look again for a server that did not answer."""
+        if self.is_open:
+            self._measure()
+        elif not self.why_off and time.monotonic() >= self._retry_at:
             self._connect()
+
+    def _measure(self) -> None:
+        try:
+            (found,) = self.link.exchange([("INFO", "memory")], ASK_S)
+        except RefusedCommand:
+            return  # this user may not ask
+        except LinkFailure as why:
+            self._failed(why)
+            return
+        lines = found.splitlines() if isinstance(found, bytes) else ()
+        facts = dict(line.split(b":", 1) for line in lines if b":" in line)
+        with suppress(ValueError):
+            self.num_bytes = int(facts.get(b"used_memory", 0))
+            self.limit = int(facts.get(b"maxmemory", 0))
 
     def _connect(self) -> None:
         name, probe = f"quire:probe:{os.urandom(8).hex()}", os.urandom(PROBE_BYTES)
@@ -93,6 +112,7 @@ class RedisStore:
         if self._failures:
             log.info("the store of KV blocks at %s answers again", self.place)
         self._is_up = True
+        self._measure()
 
     def _failed(self, why: Exception) -> None:
         """Leave the server alone for a time, which grows until a record was read or written."""

@@ -17,6 +17,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,8 +71,9 @@ def segments_in(folder: Path) -> list[SegmentFile]:
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.endswith(SUFFIX) and entry.is_file(follow_symlinks=False):
-                about = entry.stat()
-                found.append(SegmentFile(Path(entry.path), about.st_size, about.st_mtime))
+                with suppress(FileNotFoundError):  # another engine has deleted it
+                    about = entry.stat()
+                    found.append(SegmentFile(Path(entry.path), about.st_size, about.st_mtime))
     return sorted(found, key=lambda one: (one.used, one.path))
 
 

@@ -1,10 +1,12 @@
 """StoreList: several stores of kept blocks, such as a folder and a server, which are asked in this order.
 
-Knows which store has a record. Does not know how a store keeps records.
+Knows which store has a record, and counts. Does not know how a store keeps records.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -18,6 +20,10 @@ class BlockStore(Protocol):
     kind: str
     why_off: str
     """Why it is off for good; "": it is not."""
+    num_bytes: int
+    """That it uses now."""
+    limit: int
+    """Bytes that it may use; 0: not known."""
 
     @property
     def is_open(self) -> bool:
@@ -49,8 +55,9 @@ class BlockStore(Protocol):
 class StoreList:
     """One store or more. Loads come from the first that has a record, and saves go to all that have it not."""
 
-    def __init__(self, stores: Sequence[BlockStore]):
-        self.stores = list(stores)
+    def __init__(self, stores: Sequence[BlockStore], counts: dict[str, float]):
+        self.stores, self.counts = list(stores), counts
+        self._lock = threading.Lock()
 
     @property
     def why_off(self) -> str:
@@ -74,17 +81,31 @@ class StoreList:
         why = BadRecord("missing")
         for one in self.stores:
             if one.is_open and key in one:
+                began = time.monotonic()
                 try:
                     one.read(key, length, record)
                 except BadRecord as found:
                     why = found
+                    self._count("kv_tier_errors", one, 1)
                 else:
+                    self._count("kv_load_bytes", one, length)
                     return one.kind
+                finally:
+                    self._count("kv_load_time", one, time.monotonic() - began)
         raise why
 
-    def write(self, key: Key, length: int, record: memoryview) -> list[str]:
-        """Returns the kinds of the stores that have taken it."""
-        return [one.kind for one in self.stores if one.write(key, length, record)]
+    def write(self, key: Key, length: int, record: memoryview) -> None:
+        """Write it to all stores that lack it and have room."""
+        for one in self.stores:
+            began = time.monotonic()
+            if one.write(key, length, record):
+                self._count("kv_store_bytes", one, length)
+            self._count("kv_store_time", one, time.monotonic() - began)
+
+    def _count(self, name: str, store: BlockStore, number: float) -> None:
+        key = f"{name}:{store.kind}"
+        with self._lock:
+            self.counts[key] = self.counts.get(key, 0.0) + number
 
     def turn_off(self, why: Exception) -> None:
         for one in self.stores:

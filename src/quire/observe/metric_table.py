@@ -54,13 +54,14 @@ def external_hits(stats: EngineStats) -> float:
     return stats.counts.get("external_prefix_cache_hits", 0.0)
 
 
-TIER_BYTES = "kv_tier_bytes"
-"""EngineStats.counts: of KV blocks that a store has now, by its kind."""
+def by_tier(name: str) -> Callable[[EngineStats], Mapping[str, float]]:
+    """What EngineStats.counts has as `name:KIND`, by kind of tier."""
 
+    def read(stats: EngineStats) -> Mapping[str, float]:
+        found = ((key.partition(":"), count) for key, count in stats.counts.items())
+        return {kind: count for (first, _, kind), count in found if first == name}
 
-def tier_bytes(stats: EngineStats) -> Mapping[str, float]:
-    found = (key.partition(":") for key in stats.counts)
-    return {kind: stats.counts[f"{name}:{kind}"] for name, _, kind in found if name == TIER_BYTES}
+    return read
 
 
 KEPT_TOKENS = "kv_cached_tokens"
@@ -69,12 +70,8 @@ KEPT_TOKENS = "kv_cached_tokens"
 
 def cached_by_source(stats: EngineStats) -> dict[str, float]:
     """`device`: the KV cache; then the kinds of stores that have kept blocks."""
-    by_kind = {
-        name.partition(":")[2]: count
-        for name, count in stats.counts.items()
-        if name.startswith(f"{KEPT_TOKENS}:")
-    }
-    return {"device": stats.prefix_hits - external_hits(stats), "disk": 0.0, **by_kind}
+    device = {"device": stats.prefix_hits - external_hits(stats), "disk": 0.0}
+    return device | dict(by_tier(KEPT_TOKENS)(stats))
 
 
 ENCODER_BYTES, ENCODER_BYTES_MAX = "encoder_cache_bytes", "encoder_cache_bytes_max"
@@ -117,7 +114,15 @@ SNAPSHOTS: tuple[SnapshotMetric, ...] = (
     SnapshotMetric("vllm:num_requests_swapped", "gauge", "Preempted requests whose KV blocks have a place in the swap space.", lambda s: s.counts.get("requests_swapped", 0)),
     SnapshotMetric("vllm:cpu_cache_usage_perc", "gauge", "Used part of the swap space, from 0 to 1.", lambda s: s.counts.get("host_cache_usage", 0)),
     SnapshotMetric("vllm:kv_offload_cpu_cache_usage_perc", "gauge", "Used part of the swap space, from 0 to 1: vLLM's new name.", lambda s: s.counts.get("host_cache_usage", 0)),
-    SnapshotMetric("quire:kv_tier_bytes", "gauge", "Bytes of KV blocks that a tier has now.", tier_bytes, label="tier"),
+    SnapshotMetric("vllm:kv_offload_cpu_allocation_size", "gauge", "Bytes of the swap space.", lambda s: s.counts.get("kv_tier_limit:host", 0)),
+    SnapshotMetric("vllm:kv_offload_tiering_active_promotion_jobs", "gauge", "Requests that wait for KV blocks from a tier.", lambda s: s.counts.get("kv_active_loads", 0)),
+    SnapshotMetric("vllm:kv_offload_tiering_active_cascade_jobs", "gauge", "KV blocks that wait to be written to a tier, or are being written.", lambda s: s.counts.get("kv_active_saves", 0)),
+    SnapshotMetric("vllm:kv_offload_tiering_read_bytes", "counter", "As kv_offload_load_bytes: vLLM's name for tiers.", by_tier("kv_load_bytes"), label="tier"),
+    SnapshotMetric("vllm:kv_offload_tiering_write_bytes", "counter", "As kv_offload_store_bytes: vLLM's name for tiers.", by_tier("kv_store_bytes"), label="tier"),
+    SnapshotMetric("vllm:kv_offload_tiering_read_time", "counter", "As kv_offload_load_time: vLLM's name for tiers.", by_tier("kv_load_time"), label="tier"),
+    SnapshotMetric("vllm:kv_offload_tiering_write_time", "counter", "As kv_offload_store_time: vLLM's name for tiers.", by_tier("kv_store_time"), label="tier"),
+    SnapshotMetric("quire:kv_tier_bytes", "gauge", "Bytes that a tier uses now: KV blocks of all models in the folder; the swap space; the whole memory of a redis server.", by_tier("kv_tier_bytes"), label="tier"),
+    SnapshotMetric("quire:kv_tier_limit_bytes", "gauge", "Bytes that a tier may use; 0: a redis server without a limit.", by_tier("kv_tier_limit"), label="tier"),
     SnapshotMetric("quire:encoder_cache_bytes", "gauge", "Bytes of encoded pictures, videos and sound that the encoder cache of a rank has.", lambda s: s.counts.get(ENCODER_BYTES, 0)),
     SnapshotMetric("quire:encoder_cache_bytes_max", "gauge", "Bound of these bytes; known after the first picture.", lambda s: s.counts.get(ENCODER_BYTES_MAX, 0)),
 )  # fmt: skip
@@ -141,22 +146,31 @@ OBSERVED: tuple[ObservedMetric, ...] = (
 )  # fmt: skip
 
 ITERATION, RESIDENCY = "iteration_tokens", "kv_cache_residency"
+TRANSFER, LOOKUP_WAIT = "kv_transfer_size", "kv_lookup_wait"
 ENGINE_HISTOGRAMS: dict[str, ObservedMetric] = {
     "step_tokens": ObservedMetric("vllm:iteration_tokens_total", ITERATION, "Tokens per step: prompt tokens and generated tokens."),
     "lifetime": ObservedMetric("vllm:kv_block_lifetime_seconds", RESIDENCY, "Seconds from the allocation of a KV block to its eviction."),
     "idle": ObservedMetric("vllm:kv_block_idle_before_evict_seconds", RESIDENCY, "Seconds since the last use of an evicted KV block."),
     "gap": ObservedMetric("vllm:kv_block_reuse_gap_seconds", RESIDENCY, "Seconds between two uses of a KV block."),
+    "kv_load_size": ObservedMetric("vllm:kv_offload_load_size", TRANSFER, "Bytes that one request loaded from tiers."),
+    "kv_store_size": ObservedMetric("vllm:kv_offload_store_size", TRANSFER, "Bytes that one step copied for tiers."),
+    "kv_lookup": ObservedMetric("vllm:kv_offload_lookup_sync_delay_seconds", "kv_lookup", "Seconds in which the scheduler looked for the blocks of a waiting request."),
+    "kv_lookup_wait": ObservedMetric("vllm:kv_offload_lookup_async_delay_seconds", LOOKUP_WAIT, "Seconds that a request waited until a shared store said which blocks it has."),
+    "kv_tier_lookup_wait": ObservedMetric("vllm:kv_offload_tiering_lookup_async_delay_seconds", LOOKUP_WAIT, "The same: vLLM's name for tiers."),
 }  # fmt: skip
 """Histograms that the engine fills, by their names in EngineStats.histograms."""
 
-GAUGES = {"kv_tier_bytes", "requests_swapped", "host_cache_usage", KEPT_TOKENS, ENCODER_BYTES, ENCODER_BYTES_MAX}  # fmt: skip
+GAUGES = {
+    "kv_tier_bytes", "kv_tier_limit", "kv_active_loads", "kv_active_saves", "requests_swapped", "host_cache_usage", KEPT_TOKENS,
+    ENCODER_BYTES, ENCODER_BYTES_MAX,
+}  # fmt: skip
 """Names in EngineStats.counts that entries of SNAPSHOTS read."""
 
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 COUNT_LABELS: dict[str, str] = {
     PER_POSITION: "position",
-    "kv_load_bytes": "tier",
-    "kv_store_bytes": "tier",
+    **dict.fromkeys(("kv_load_bytes", "kv_store_bytes", "kv_load_time", "kv_store_time"), "tier"),
+    **dict.fromkeys(("kv_tier_queries", "kv_tier_hits", "kv_tier_errors"), "tier"),
     "kv_load_failures": "reason",
 }
 COUNTS: dict[str, tuple[str, str]] = {
@@ -175,8 +189,11 @@ COUNTS: dict[str, tuple[str, str]] = {
     "encoder_seconds": ("quire:encoder_seconds", "Seconds that the vision tower took."),
     "encoder_rows": ("quire:encoder_rows", "Tokens of these pictures."),
     "requests_resumed": ("quire:requests_resumed", "Requests that went on in this engine after another process died while they ran; it does not restart at 0 with the process."),
-    "external_prefix_cache_queries": ("vllm:external_prefix_cache_queries", "Prompt tokens whose KV blocks a tier was asked to load."),
-    "external_prefix_cache_hits": ("vllm:external_prefix_cache_hits", "Of these, tokens whose blocks were loaded."),
+    "external_prefix_cache_queries": ("vllm:external_prefix_cache_queries", "Prompt tokens that the KV cache lacked, in full blocks, while a tier was open."),
+    "external_prefix_cache_hits": ("vllm:external_prefix_cache_hits", "Of these, tokens whose blocks were loaded from a tier."),
+    "kv_tier_queries": ("vllm:kv_offload_tiering_chunk_queries", "Blocks of prompts that the KV cache and nearer tiers lacked."),
+    "kv_tier_hits": ("vllm:kv_offload_tiering_chunk_hits", "Of these, blocks that were loaded from the tier."),
+    "kv_tier_errors": ("vllm:kv_offload_tiering_promotion_job_failures", "Blocks that a tier should have had, and did not give as they should be."),
     "kv_load_bytes": ("vllm:kv_offload_load_bytes", "Bytes of KV blocks read from a tier."),
     "kv_store_bytes": ("vllm:kv_offload_store_bytes", "Bytes of KV blocks written to a tier."),
     "kv_load_time": ("vllm:kv_offload_load_time", "Seconds in which threads read KV blocks from stores; several may read at once."),

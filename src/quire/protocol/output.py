@@ -58,6 +58,7 @@ class EngineOutput(Struct, array_like=True, omit_defaults=True, gc=False, tag="o
     details: dict[str, Any] = {}  # by gate: what it reports of the request and this step
     engine: int = 0  # its place among the engines of a frontend, which sets it
     num_cache_creation_tokens: int = 0  # prompt tokens that it wrote to the prefix cache
+    loaded_tokens: dict[str, int] = {}  # of num_cached_tokens, those that a gate loaded, by source
     # its first tokens came from an engine that died, and the bits of this one may differ; the frontend sets it
     resumed: bool = False
 

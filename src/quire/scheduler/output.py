@@ -20,6 +20,8 @@ def output_of(request: Request, tokens: list[int], index: int, result: StepResul
     if request.finish or len(request.tokens) - len(tokens) <= request.num_prompt:
         output.num_cached_tokens, output.queued = request.num_cached_tokens, request.queued
         output.preemptions = request.preemptions
+        if request.num_cached_tokens:
+            output.loaded_tokens = request.loaded_tokens
         shared = min(request.num_shared_tokens, request.num_prompt)
         output.num_cache_creation_tokens = max(shared - request.num_cached_tokens, 0)
     if result.logprobs and (logprobs := result.logprobs.get(index)):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -136,3 +137,12 @@ def shared_name(name: str, front: int) -> str:
 def own_name(shared: str) -> str:
     """The inverse of `shared_name`, also for ids that the frontend derived from it."""
     return shared.rpartition("@")[0]
+
+
+def cached_details(num_cached: int, by_source: Mapping[str, int]) -> dict[str, Any]:
+    """How many tokens of the prompts were cached, as fields of usage.
+
+    `cached_tokens_by_source`, where they came from, is an extension, and only there if some were.
+    """
+    found: dict[str, Any] = {"cached_tokens": num_cached}
+    return found | {"cached_tokens_by_source": dict(by_source)} if by_source else found

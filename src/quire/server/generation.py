@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -24,7 +25,12 @@ from quire.frontend.outputs import RequestOutput
 from quire.frontend.prompts import Prompt
 from quire.protocol.sampling_params import BeamSearchParams, SamplingParams
 from quire.server.answer_size import check_answer_size
-from quire.server.engine_requests import EngineRequests, RunningRequest, out_of_time
+from quire.server.engine_requests import (
+    EngineRequests,
+    RunningRequest,
+    cached_details,
+    out_of_time,
+)
 from quire.server.openai.chat_output import ChatOutputReader
 from quire.server.openai.logprobs import Position
 from quire.server.openai.sampling_params import FINAL_ONLY
@@ -45,6 +51,7 @@ class TokenCount:
 
     prompt_tokens: int
     cached: int = 0
+    cached_by_source: dict[str, int] = field(default_factory=dict)
     created: int = 0
     """Tokens that the request wrote to the prefix cache."""
     output_tokens: list[int] = field(default_factory=list)
@@ -97,10 +104,8 @@ class Generation(EngineRequests):
     def usage(self, details: bool) -> dict[str, Any]:
         prompt = sum(count.prompt_tokens for count in self.counts)
         output = sum(sum(count.output_tokens) for count in self.counts)
-        cached = {
-            "cached_tokens": sum(count.cached for count in self.counts),
-            "created_cache_tokens": sum(count.created for count in self.counts),
-        }
+        cached = self.cached()
+        cached["created_cache_tokens"] = sum(count.created for count in self.counts)
         usage: dict[str, Any] = {
             "prompt_tokens": prompt,
             "total_tokens": prompt + output,
@@ -113,6 +118,12 @@ class Generation(EngineRequests):
             details_of_output = {"reasoning_tokens": self.reader.reasoning_tokens}
             usage["completion_tokens_details"] = details_of_output
         return usage
+
+    def cached(self) -> dict[str, Any]:
+        by_source = Counter[str]()
+        for count in self.counts:
+            by_source.update(count.cached_by_source)
+        return cached_details(sum(count.cached for count in self.counts), by_source)
 
     def is_large(self, deltas: Sequence[OutputDelta]) -> bool:
         """Whether to encode the answer in parts."""
@@ -316,7 +327,9 @@ def output_deltas(
     output: RequestOutput, which: int, n: int, count: TokenCount
 ) -> list[OutputDelta]:
     """The deltas of an output; its prompt's data goes into `count`."""
-    count.cached = output.num_cached_tokens or count.cached
+    if output.num_cached_tokens:
+        count.cached = output.num_cached_tokens
+        count.cached_by_source = output.cached_tokens_by_source or {}
     count.resumed |= bool(getattr(getattr(output, "metrics", None), "resumed", False))
     count.created = output.num_cache_creation_tokens or count.created
     if output.prompt_logprobs is not None:

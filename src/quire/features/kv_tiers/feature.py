@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -26,7 +26,8 @@ from quire.features.kv_tiers.lookups import LookupGate
 from quire.features.kv_tiers.rates import FEWEST_TOKENS, TierRates
 from quire.features.kv_tiers.swap import KIND as HOST
 from quire.features.kv_tiers.swap import SwapSpace
-from quire.features.kv_tiers.transfers import LOAD_TIME, STORE_TIME, Transfers
+from quire.features.kv_tiers.tier_counts import LOOKUP_WAIT, TierCounts
+from quire.features.kv_tiers.transfers import Transfers
 from quire.features.kv_tiers.weights_digest import weights_digest
 from quire.kvstore.disk import REFRESH_S, DiskStore, Identify, Key
 from quire.kvstore.host_pool import HostPool
@@ -51,11 +52,6 @@ FEWEST_SLOTS = 4
 FLUSH_S = 5.0
 SWAP_SPACE = 4
 """GiB, if preemption_mode=swap names none; as in vLLM."""
-KINDS = HOST, DiskStore.kind, RedisStore.kind
-COUNTERS = (
-    "external_prefix_cache_queries", "external_prefix_cache_hits", "kv_stores_skipped", LOAD_TIME, STORE_TIME,
-    *(f"{name}:{kind}" for name in ("kv_load_bytes", "kv_store_bytes", "kv_cached_tokens") for kind in KINDS),
-)  # fmt: skip
 
 
 class KVTiersFeature(Feature):
@@ -113,24 +109,34 @@ class KVTiersFeature(Feature):
             ),
             "ranks": str([one.group_bytes for one in ranks]),
         }
-        cache, counts = self.resolved.config.cache, core.counts
+        cache = self.resolved.config.cache
         stores = [] if engine.info.state_bytes else self._stores(partial(self._identify, facts))
-        transfers = Transfers(StoreList(stores), staging, engine.wake, counts)
+        kinds = [one.kind for one in stores]
+        tiers = ([HOST] if swapped else []) + kinds
+        counts = TierCounts(core.counts, tiers, kinds, self.resolved.config.observe)
+        transfers = Transfers(StoreList(stores, core.counts), staging, engine.wake)
         self.gate, self.core = KVTierGate(
             core.scheduler, transfers, group_bytes, self.rates,
             policy=cache.kv_disk_write,
             may_save=self._takes_first_use,
             exact=engine.info.model_impl == "native" and all(one.exact for one in ranks),
             counts=counts,
-            swap=SwapSpace(HostPool(staging.kept), core.scheduler.kv.pool.by_hash, counts, staging.slot_bytes),
+            swap=SwapSpace(HostPool(staging.kept), core.scheduler.kv.pool.by_hash, core.counts, staging.slot_bytes),
         ), core  # fmt: skip
         engine.gates.append(self.gate)
-        engine.counters += COUNTERS
+        engine.counters += counts.names
+        engine.histograms |= counts.histograms
         core.scheduler.kv.pool.listeners.append(self.gate)
         core.observers.add(self.rates)
         for store in stores:
             if isinstance(store, RedisStore):
-                self.lookups = LookupGate(core.scheduler.kv, store, self._is_on_disk, engine.wake)
+                self.lookups = LookupGate(
+                    core.scheduler.kv,
+                    store,
+                    self._is_on_disk,
+                    engine.wake,
+                    partial(counts.observe, LOOKUP_WAIT),
+                )
                 engine.gates.append(self.lookups)
             threading.Thread(target=self._open, args=(store, transfers), name="kv-open", daemon=True).start()  # fmt: skip
 
@@ -193,8 +199,8 @@ class KVTiersFeature(Feature):
         if store.is_open:
             self._use(store, rate, time.monotonic() - began, transfers)
         while True:
-            if store is self.disk and self.core is not None:
-                self.core.counts["kv_tier_bytes:disk"] = self.disk.num_bytes
+            self.gate.counts.put(f"kv_tier_bytes:{store.kind}", store.num_bytes)
+            self.gate.counts.put(f"kv_tier_limit:{store.kind}", store.limit)
             if store.why_off or self.has_ended.wait(REFRESH_S):
                 return
             store.refresh()
@@ -252,10 +258,6 @@ class KVTiersFeature(Feature):
         if self.lookups is not None:
             self.lookups.close()
         gate.transfers.close()
-
-    # -- the frontend -----------------------------------------------------------------------------
-    def usage(self, answer: Any | None) -> dict[str, Any]:
-        return {"cached_tokens_by_tier": answer} if answer else {}
 
 
 def _keeps(resolved: Resolved) -> bool:

@@ -26,11 +26,11 @@ from quire.features.kv_tiers.copies import NAME, BlockCopies
 from quire.features.kv_tiers.pending import LoadCopy, SentCopies, TierLoad
 from quire.features.kv_tiers.rates import TierRates
 from quire.features.kv_tiers.swap import KIND, SwapSpace
+from quire.features.kv_tiers.tier_counts import LOAD_SIZE, LOOKUP, STORE_SIZE, TierCounts
 from quire.features.kv_tiers.transfers import Transfers
 from quire.kvcache.block_pool import NULL_BLOCK
 from quire.kvstore.disk import Key
 from quire.kvstore.host_pool import HostPool
-from quire.protocol.output import EngineOutput
 from quire.protocol.plan import StepPlan
 from quire.scheduler.gate import Gate
 from quire.scheduler.request import Request
@@ -73,18 +73,17 @@ class KVTierGate(Gate):
         policy: Policy,
         may_save: Callable[[], bool],
         exact: bool,
-        counts: dict[str, float],
+        counts: TierCounts,
         swap: SwapSpace | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.swap = swap or SwapSpace(HostPool(()), scheduler.kv.pool.by_hash, counts)
+        self.swap = swap or SwapSpace(HostPool(()), scheduler.kv.pool.by_hash, counts.counts)
         self.saves_preempted = self.swap.is_on
         self.scheduler, self.kv, self.transfers = scheduler, scheduler.kv, transfers
         self.store, self.staging = transfers.store, transfers.staging
         self.group_bytes, self.rates, self.clock = group_bytes, rates, clock
         self.policy, self.may_save, self.exact, self.counts = policy, may_save, exact, counts
         self.loads: dict[Request, TierLoad] = {}
-        self.loaded_tokens: dict[str, dict[str, int]] = {}  # by request id, until its first output
         self.most_blocks: dict[Request, int] = {}  # after a load that failed
         self.running: dict[Request, int] = {}  # how many leading blocks of each were considered
         self.unsaved: OrderedDict[Key, tuple[int, int]] = OrderedDict()  # block, step that wrote it
@@ -106,7 +105,9 @@ class KVTierGate(Gate):
         )
         if most <= first or not (self.store.is_open or self.swap.is_on):
             return 0
+        began = time.perf_counter()
         end = self._last_complete(request, first, most)
+        self.counts.observe(LOOKUP, time.perf_counter() - began)
         num_tokens = (end - first) * size
         return num_tokens if self._is_worth_it(request, first, num_tokens) else 0
 
@@ -150,8 +151,6 @@ class KVTierGate(Gate):
         near = self.swap.load(request, found)
         found = [one for one in found if (one[0], one[2]) not in self.swap.pool]
         keys = [((group, hash), self.group_bytes[group]) for group, _, hash in found]
-        if not request.preemptions:
-            self._count("external_prefix_cache_queries", num_tokens)
         seconds = self.rates.most_seconds(sum(n for _, n in keys), self.transfers.read_rate)
         read = self.transfers.read(keys)
         blocks = [block for _, block, _ in found]
@@ -162,12 +161,12 @@ class KVTierGate(Gate):
         if load.read.is_complete:
             return True
         if (bad := load.read.first_bad) < len(load.read.keys):
-            self._count("kv_load_failures:" + load.read.reason, 1)
+            self.counts.add("kv_load_failures:" + load.read.reason)
             hash = load.read.keys[bad][0][1]
             self.most_blocks[request] = request.hashes.index(hash)
             return False
         if self.clock() > load.deadline:
-            self._count("kv_load_failures:late", 1)
+            self.counts.add("kv_load_failures:late")
             self.most_blocks[request] = 0
             return False
         return None
@@ -180,17 +179,20 @@ class KVTierGate(Gate):
             self.to_load += load.near + self._arrived(request, load)
             self.swap.on_written(request, request.num_cached_blocks, num_found, step)
             num_bytes = sum(self.group_bytes[one.key[0]] for one in load.near)
-            self._count("kv_load_bytes:" + KIND, num_bytes)
-            if not request.preemptions:
-                self._count_hits(request, load)
+            self.counts.add("kv_load_bytes:" + KIND, num_bytes)
+            self.counts.observe(LOAD_SIZE, num_bytes + sum(n for _, n in load.read.keys))
+        if not (request.preemptions or request.params.skip_reading_prefix_cache):
+            self._count_look_up(request, load)
         self.swap.returned(request)
         self._consider(request, num_found, step, is_reused=True)
 
-    def _count_hits(self, request: Request, load: TierLoad) -> None:
-        self.loaded_tokens[request.id] = found = self._by_kind(load)
-        for kind, num_tokens in found.items():
-            self._count(f"kv_cached_tokens:{kind}", num_tokens)
-        self._count("external_prefix_cache_hits", load.num_tokens)
+    def _count_look_up(self, request: Request, load: TierLoad | None) -> None:
+        size, num_loaded = self.kv.block_size, load.num_tokens if load is not None else 0
+        num_cached = request.num_computed_tokens - num_loaded
+        request.loaded_tokens = self._by_kind(load) if load is not None else {}
+        if load is not None or self.store.is_open or self.swap.is_on:
+            num_blocks = (request.num_prompt - 1) // size - num_cached // size
+            self.counts.looked_for(num_blocks, size, request.loaded_tokens)
 
     def release(self, request: Request) -> bool:
         if (load := self.loads.pop(request, None)) is not None:
@@ -211,8 +213,6 @@ class KVTierGate(Gate):
         self.most_blocks.pop(request, None)
         if request.finish is None:
             self.swap.preempted(request)
-        if request.finish in ("abort", "error"):
-            self.loaded_tokens.pop(request.id, None)
 
     def _unpin(self, loads: Sequence[LoadCopy]) -> None:
         """These slots of host memory are not read any more, except by copies that are sent."""
@@ -229,11 +229,14 @@ class KVTierGate(Gate):
         return found
 
     def _by_kind(self, load: TierLoad) -> dict[str, int]:
-        """How many tokens came from each kind of store. A block of several groups counts where its last one was."""
+        """How many tokens came from each kind of store. A block of several groups counts where its last one was; one that no window
+        has any more, where the first came from."""
         keys, size = load.read.keys, self.kv.block_size
         kinds = {keys[place][0][1]: kind for place, kind in list(load.read.kinds.items())}
         kinds |= {one.key[1]: KIND for one in load.near}
-        return {kind: count * size for kind, count in sorted(Counter(kinds.values()).items())}
+        found = Counter(kinds.values())
+        found[next(iter(found), KIND)] += load.num_tokens // size - found.total()
+        return {kind: count * size for kind, count in sorted(found.items()) if count}
 
     # -- saves ------------------------------------------------------------------------------------
     def _consider_published(self, request: Request, step: int) -> None:
@@ -265,7 +268,7 @@ class KVTierGate(Gate):
                     self.unsaved[key] = block, step
         while len(self.unsaved) > MOST_PENDING:
             self.unsaved.popitem(last=False)
-            self._count("kv_stores_skipped", 1)
+            self.counts.add("kv_stores_skipped")
 
     def _keeps_first_use(self) -> bool:
         return self.policy == "always" or (self.policy == "auto" and self.may_save())
@@ -286,7 +289,7 @@ class KVTierGate(Gate):
         if is_taken and self._is_committed(step):
             self.leaving.append((key, block))
         else:
-            self._count("kv_stores_skipped", 1)
+            self.counts.add("kv_stores_skipped")
 
     def _is_committed(self, step: int) -> bool:
         scheduler = self.scheduler
@@ -315,6 +318,8 @@ class KVTierGate(Gate):
     # -- plans ------------------------------------------------------------------------------------
     def begin(self, running: Sequence[Request]) -> None:
         self._finish_copies()
+        self.counts.put("kv_active_loads", len(self.loads))
+        self.counts.put("kv_active_saves", len(self.unsaved) + self.transfers.num_writing)
         self.swap.settle(min(self.scheduler.in_flight, default=ALL))
 
     def wants_plan(self) -> bool:
@@ -334,15 +339,17 @@ class KVTierGate(Gate):
         num_tokens = sum(item.num_tokens for item in plan.work)
         for key, block in self._choose_saves(num_tokens) if self.store.is_open else ():
             if (slot := self.staging.take()) is None:
-                self._count("kv_stores_skipped", 1)
+                self.counts.add("kv_stores_skipped")
                 continue
             sent.saves.append((slot, key))
             copies.saves.append((slot, key[0], block))
         for slot, key, block in self.swap.take_leaving():
             sent.swaps.append((slot, key))
             copies.saves.append((slot, key[0], block))
-            self._count("kv_store_bytes:" + KIND, self.group_bytes[key[0]])
+            self.counts.add("kv_store_bytes:" + KIND, self.group_bytes[key[0]])
         self._unpin(sent.loads)
+        if copies.saves:
+            self.counts.observe(STORE_SIZE, sum(self.group_bytes[g] for _, g, _ in copies.saves))
         if not copies.saves and not copies.loads:
             return None
         self.sent[plan.step] = sent
@@ -391,11 +398,3 @@ class KVTierGate(Gate):
         for sent in self.sent.values():
             sent.is_outdated = True
         self.swap.clear()
-
-    def add_output_details(self, outputs: list[EngineOutput]) -> None:
-        for output in outputs if self.loaded_tokens else ():
-            if found := self.loaded_tokens.pop(output.id, None):
-                output.details[NAME] = found
-
-    def _count(self, name: str, number: float) -> None:
-        self.counts[name] = self.counts.get(name, 0.0) + number

@@ -43,6 +43,7 @@ class LookupGate(Gate):
     Args:
         is_local: whether a store on this machine has the record, so that nobody needs to ask.
         wake: called by the thread when there is an answer.
+        waited: told how many seconds each request waited.
     """
 
     name = "kv_lookups"
@@ -50,15 +51,11 @@ class LookupGate(Gate):
 
     def __init__(
         self, kv: KVManager, store: RedisStore, is_local: Callable[[Key], bool], wake: Callable[[], None],
+        waited: Callable[[float], None] = lambda seconds: None,
         clock: Callable[[], float] = time.monotonic,
     ):  # fmt: skip
-        self.kv, self.store, self.is_local, self._wake, self.clock = (
-            kv,
-            store,
-            is_local,
-            wake,
-            clock,
-        )
+        self.kv, self.store, self.is_local = kv, store, is_local
+        self._wake, self._waited, self.clock = wake, waited, clock
         self.lookups: dict[Request, Lookup] = {}
         self.answered: set[Request] = set()
         self.tokens_left = TOKENS_A_PLAN
@@ -83,6 +80,7 @@ class LookupGate(Gate):
         elif not lookup.is_done:
             return False
         del self.lookups[request]
+        self._waited(self.clock() - lookup.deadline + LOOKUP_S)
         self.answered.add(request)
         return True
 

@@ -19,6 +19,7 @@ from quire.scheduler.request import Request
 
 KIND = "host"
 SWAPPED, USAGE, BYTES = "requests_swapped", "host_cache_usage", f"kv_tier_bytes:{KIND}"
+LIMIT = f"kv_tier_limit:{KIND}"
 """Gauges, by their names in EngineStats.counts."""
 
 
@@ -129,3 +130,4 @@ class SwapSpace:
         self.counts[SWAPPED] = len(self.swapped)
         self.counts[USAGE] = self.pool.usage
         self.counts[BYTES] = len(self.pool) * self.slot_bytes
+        self.counts[LIMIT] = self.pool.num_slots * self.slot_bytes

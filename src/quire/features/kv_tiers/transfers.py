@@ -23,8 +23,6 @@ from quire.logging import get_logger
 
 log = get_logger(__name__)
 
-LOAD_TIME, STORE_TIME = "kv_load_time", "kv_store_time"
-"""Names in EngineStats.counts: seconds of all threads."""
 NUM_READERS = 4
 NICENESS = 5
 FLUSH_S = 5.0
@@ -62,17 +60,10 @@ class Transfers:
 
     Args:
         wake: called by the threads when something has arrived.
-        counts: bytes that were read and written; each is changed by one thread at a time.
     """
 
-    def __init__(
-        self,
-        store: StoreList,
-        staging: Staging,
-        wake: Callable[[], None],
-        counts: dict[str, float],
-    ):
-        self.store, self.staging, self._wake, self._counts = store, staging, wake, counts
+    def __init__(self, store: StoreList, staging: Staging, wake: Callable[[], None]):
+        self.store, self.staging, self._wake = store, staging, wake
         self.read_rate = 0.0
         """Bytes per second of complete reads; 0: not measured."""
         self._begun_writes = self._ended_writes = 0  # each is changed by one thread
@@ -118,7 +109,7 @@ class Transfers:
 
     def _read_one(self, read: BlockRead, place: int, slot: int) -> None:
         key, length = read.keys[place]
-        reason, kind, began = "" if not read.is_cancelled else "cancelled", "", time.monotonic()
+        reason, kind = "" if not read.is_cancelled else "cancelled", ""
         if not reason:
             try:
                 kind = self.store.read(key, length, self.staging.slot(slot))
@@ -128,10 +119,8 @@ class Transfers:
                 log.exception("a read of a kept block failed")
                 reason = "error"
         with self._lock:
-            self._counts[LOAD_TIME] = self._counts.get(LOAD_TIME, 0.0) + time.monotonic() - began
             if kind:
                 read.kinds[place] = kind
-                self._counts[f"kv_load_bytes:{kind}"] += length
             if keeps := not (reason or read.is_cancelled):
                 read.arrived.append((place, slot))
                 read.num_arrived += 1
@@ -159,15 +148,11 @@ class Transfers:
     def _write_all(self) -> None:
         while (job := self._writes.get()) is not None:
             key, length, slot = job
-            kinds, began = [], time.monotonic()
             try:
-                kinds = self.store.write(key, length, self.staging.slot(slot))
+                self.store.write(key, length, self.staging.slot(slot))
             except Exception as why:
                 log.exception("a write of a kept block failed")
                 self.store.turn_off(why)
-            self._counts[STORE_TIME] = self._counts.get(STORE_TIME, 0.0) + time.monotonic() - began
-            for kind in kinds:
-                self._counts[f"kv_store_bytes:{kind}"] += length
             self.staging.give_back(slot)
             self._ended_writes += 1
             self._wake()

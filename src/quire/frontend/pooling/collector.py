@@ -7,12 +7,13 @@ embedded in pieces. Does not know which caller waits.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from quire.frontend.outputs import RequestMetrics
+from quire.frontend.outputs import RequestMetrics, by_source
 from quire.frontend.pooling.inputs import AcceptedPooling
 from quire.frontend.pooling.outputs import PoolingOutput, PoolingRequestOutput, floats
 from quire.protocol.output import EngineOutput, ErrorKind, FinishReason
@@ -37,6 +38,7 @@ class PoolingCollector:
         self.children = [PieceState(child.id, len(child.tokens)) for child in accepted.children]
         self.metrics = RequestMetrics(arrival_time=accepted.arrived, queued_ts=accepted.arrived)
         self.num_cached_tokens = 0
+        self.loaded_tokens = Counter[str]()
         self.error: str | None = None
         self.error_kind: ErrorKind = "internal"
         self.finished = False
@@ -56,6 +58,7 @@ class PoolingCollector:
         if piece.finish is not None or output.finish is None:
             return False
         self.num_cached_tokens += output.num_cached_tokens
+        self.loaded_tokens.update(output.loaded_tokens)
         piece.finish, piece.tensor = output.finish, output.tensor
         if output.finish == "error":
             self.failed, self.error, self.error_kind = True, output.error, output.error_kind
@@ -90,6 +93,7 @@ class PoolingCollector:
         return PoolingRequestOutput(
             self.id, PoolingOutput(tensor), self.accepted.tokens, self.num_cached_tokens, True, self.error,
             self.error_kind, finish, self.metrics, self.accepted.prompt,
+            by_source(self.num_cached_tokens, self.loaded_tokens),
         )  # fmt: skip
 
     def _joined(self, tensors: Sequence[TensorData]) -> TensorData:

@@ -100,6 +100,8 @@ class PoolingRequestOutput(Generic[Part]):
     finish_reason: FinishReason | None = "stop"
     metrics: RequestMetrics | None = None
     prompt: str | None = None
+    cached_tokens_by_source: dict[str, int] | None = None
+    """As in `RequestOutput`."""
 
     @property
     def parts(self) -> list[Any]:
@@ -111,7 +113,7 @@ class PoolingRequestOutput(Generic[Part]):
         """The same result, read as this class's kind of output."""
         return cls(
             one.request_id, cls.read(one.outputs), one.prompt_token_ids, one.num_cached_tokens, one.finished,
-            one.error, one.error_kind, one.finish_reason, one.metrics, one.prompt,
+            one.error, one.error_kind, one.finish_reason, one.metrics, one.prompt, one.cached_tokens_by_source,
         )  # fmt: skip
 
     @staticmethod

@@ -156,7 +156,7 @@ class ResponseAnswer(GenerationAnswer):
         resumed = {"resumed": True} if count.resumed else {}
         return resumed | {
             "input_tokens": count.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": count.cached},
+            "input_tokens_details": self.source.cached(),
             "output_tokens": output,
             "output_tokens_details": {
                 "reasoning_tokens": 0 if reader is None else reader.reasoning_tokens

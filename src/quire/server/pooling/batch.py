@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +22,12 @@ from quire.api.async_engine import BREATH_S, LONG_TEXT
 from quire.frontend.pooling.outputs import Floats, PoolingOutput, PoolingRequestOutput
 from quire.frontend.prompts import Prompt
 from quire.protocol.pooling_params import PoolingParams
-from quire.server.engine_requests import EngineRequests, RunningRequest, out_of_time
+from quire.server.engine_requests import (
+    EngineRequests,
+    RunningRequest,
+    cached_details,
+    out_of_time,
+)
 from quire.server.errors import ApiError, invalid
 from quire.server.wakeup import Wakeup
 
@@ -55,6 +60,7 @@ class PoolingBatch(EngineRequests):
     """Length of a token's row in the answer; 0: the answer has no rows of tokens."""
     num_tokens: int = 0
     num_cached: int = 0
+    cached_by_source: Counter[str] = field(default_factory=Counter)
     _outputs: dict[int, Output] = field(default_factory=dict)
     _running: dict[int, RunningRequest] = field(default_factory=dict)
     _changed: deque[RunningRequest] = field(default_factory=deque)
@@ -159,6 +165,7 @@ class PoolingBatch(EngineRequests):
         if output.finish_reason == "abort":
             raise ApiError(409, "the request was aborted")
         self.num_cached += output.num_cached_tokens
+        self.cached_by_source.update(output.cached_tokens_by_source or {})
         output.prompt_token_ids = []  # of no use any more
         self._outputs[running.which] = output
 
@@ -170,9 +177,10 @@ class PoolingBatch(EngineRequests):
     @property
     def usage(self) -> dict[str, Any]:
         details = self.context.state.config.server.enable_prompt_tokens_details
+        cached = cached_details(self.num_cached, self.cached_by_source)
         return {
             "prompt_tokens": self.num_tokens, "total_tokens": self.num_tokens, "completion_tokens": 0,
-            "prompt_tokens_details": {"cached_tokens": self.num_cached} if details else None,
+            "prompt_tokens_details": cached if details else None,
         }  # fmt: skip
 
     def head(self) -> dict[str, Any]:
