@@ -21,7 +21,9 @@ FLAGS = ["--served-model-name", "tiny", "other", "--api-key", "k", "--override-g
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with Served(make_checkpoint(tmp_path_factory.mktemp("model"), length=2048), *FLAGS) as found:
+    tier = ["--kv-disk-dir", str(tmp_path_factory.mktemp("kv") / "kv")]
+    model = make_checkpoint(tmp_path_factory.mktemp("model"), length=2048)
+    with Served(model, *FLAGS, *tier) as found:
         found.client.headers["Authorization"] = "Bearer k"
         yield found
 

@@ -98,6 +98,45 @@ def test_the_stop_button_ends_the_answer(browser: Chromium):
     assert note.startswith("stopped") or "tokens" in note  # it may have been at its end
 
 
+TIERS = """
+    import("/ui/page/tiers.js").then(tiers => {
+      const counts = {"kv_tier_queries:disk": 10, "kv_tier_hits:disk": 8, "kv_cached_tokens:disk": 128, "kv_load_bytes:disk": 3 << 20,
+        "kv_store_bytes:disk": 5 << 20, "kv_tier_bytes:disk": 1 << 30, "kv_tier_limit:disk": 4 * 2 ** 30, "kv_tier_errors:disk": 2,
+        "kv_tier_queries:redis": 2, "kv_tier_bytes:redis": 7 << 20, "kv_active_loads": 1, "kv_active_saves": 3};
+      tiers.drawTiers({counts, prefix_hits: 160}, {used: 1 << 20, limit: 4 << 20});
+      const shown = [...document.querySelectorAll("#tiers li")].map(row => [...row.querySelectorAll("b, .used, .told, .errors")].map(one => one.textContent));
+      const life = {prompt: 200, hit: 160, loaded: {disk: 128}}, bar = document.createElement("div");
+      tiers.fillSources(bar, life);
+      return {shown, note: document.getElementById("tiers-note").textContent, words: tiers.sourceWords(life),
+        bar: [...bar.children].map(part => [part.dataset.kind, part.style.flexGrow]), none: tiers.sourceWords({prompt: 9, hit: 0, loaded: {}})};
+    })
+"""
+
+
+def test_the_live_view_shows_tiers_and_where_prompts_came_from(browser: Chromium):
+    browser.until("!document.getElementById('tiers-panel').hidden")
+    names = "[...document.querySelectorAll('#tiers b')].map(one => one.textContent)"
+    assert browser.js(names) == ["KV cache", "Disk"]
+    browser.until(
+        "/[1-9][\\d.]* [KM]iB written/.test(document.getElementById('tiers').textContent)"
+    )
+    browser.js(
+        "document.getElementById('hold').click()"
+    )  # the state of the server does not overwrite what follows
+    found = browser.js(TIERS)
+    assert found["shown"] == [
+        ["KV cache", "1.00 MiB of 4.00 MiB", "32 prompt tokens found", ""],
+        ["Disk", "1.00 GiB of 4.00 GiB", "128 prompt tokens found · 8 of 10 blocks loaded · 3.00 MiB read · 5.00 MiB written", "2 unreadable"],
+        ["Redis", "7.00 MiB", "0 prompt tokens found · 0 of 2 blocks loaded · 0 B read · 0 B written", ""],
+    ]  # fmt: skip
+    assert found["note"] == "1 request loading, 3 blocks to be written"
+    assert found["words"] == "32 from the KV cache, 128 from disk"
+    assert found["bar"] == [["device", "32"], ["disk", "128"], ["computed", "40"]]
+    assert found["none"] == "none of them cached"
+    browser.js("document.getElementById('hold').click()")
+    browser.until(f"{names}.length === 2")
+
+
 def ground(browser: Chromium) -> float:
     """How bright what everything stands on is, 0 to 255."""
     colour = browser.js("getComputedStyle(document.body).backgroundColor")

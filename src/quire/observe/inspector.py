@@ -282,6 +282,7 @@ def timeline_dict(life: RequestTimeline, now: float) -> dict[str, Any]:
         "finish": request.finish,
         "prompt": request.num_prompt,
         "hit": request.num_cached_tokens,
+        "loaded": request.loaded_tokens,
         "computed": min(request.num_computed_tokens, request.length),
         "output": len(request.tokens) - request.num_prompt,
         "limit": request.limit - request.num_prompt,

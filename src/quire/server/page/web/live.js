@@ -8,6 +8,7 @@ import {bytes, count, live} from "./live_state.js";
 import {lost, setReady} from "./readiness.js";
 import {drawLives, forgetRows} from "./requests.js";
 import {ask} from "./server.js";
+import {drawTiers} from "./tiers.js";
 
 const SAMPLES = 120, KEPT_STEPS = 240, SAMPLE_S = 0.25;
 const WINDOW_MS = 1600;  // over which a speed is measured
@@ -92,6 +93,7 @@ function tiles() {
   put("n-shared", `shared ${count(blocks.shared)}`);
   put("n-used", `in use, by request ${count(used - blocks.shared)}`);
   drawSpark($("spark"), speeds, SAMPLES, SAMPLES * SAMPLE_S);
+  drawTiers(stats, {used: memory.block * used, limit: memory.block * blocks.count});
 }
 
 function blocksAndSteps() {

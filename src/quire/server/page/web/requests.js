@@ -4,6 +4,7 @@ import {$, make, put} from "./dom.js";
 import {colour, drawLane} from "./draw.js";
 import {count, live} from "./live_state.js";
 import {ask} from "./server.js";
+import {fillSources, sourceWords} from "./tiers.js";
 
 const rows = new Map();  // by request number
 const ALIVE = {queued: "queued", prefill: "prefill", decode: "decoding", preempted: "preempted"};
@@ -30,7 +31,7 @@ export function drawLives(choose) {
 function newRow(life, choose) {
   const item = make("li"), head = make("button", "life"), chip = make("span", "chip"), more = make("div", "more");
   const row = {item, head, more, state: make("span", "state"), lane: make("canvas", "lane"), count: make("span", "count"),
-    about: make("div", "id"), words: null, life};
+    about: make("div", "id"), sources: make("div", "sources"), words: null, life};
   head.type = "button";
   head.setAttribute("aria-expanded", "false");
   row.dot = make("i");
@@ -44,7 +45,8 @@ function newRow(life, choose) {
   head.onmouseenter = head.onfocus = () => choose(life.n);
   head.onmouseleave = head.onblur = () => choose(null);
   more.hidden = true;
-  more.append(row.about);
+  row.sources.setAttribute("aria-hidden", "true");
+  more.append(row.about, row.sources);
   if (!life.foreign) more.append(reveal(row));
   item.append(head, more);
   rows.set(life.n, row);
@@ -65,13 +67,14 @@ function update(row, life) {
   drawLane(row.lane, life, live.late);
   if (row.more.hidden) return;
   const parts = life.foreign ? ["another key's request"] : [
-    `id ${life.id}`, `prompt ${count(life.prompt)} tokens, ${count(life.hit)} of them from the prefix cache`,
+    `id ${life.id}`, `prompt ${count(life.prompt)} tokens, ${sourceWords(life)}`,
     `output ${count(life.output)} of at most ${count(life.limit)}`,
   ];
   parts.push(blockCount(life.blocks), `preempted ${life.preemptions} times`);
   if (life.drafted) parts.push(`draft tokens: ${count(life.accepted)} accepted, ${count(life.drafted - life.accepted)} refused`);
   if (life.finish) parts.push(`finish: ${life.finish}`);
   row.about.textContent = parts.join(" · ");
+  if (!life.foreign) fillSources(row.sources, life);
   if (row.words && performance.now() - row.asked > 1000 && life.ended < 0) fetchWords(row);
 }
 
