@@ -80,6 +80,25 @@ def test_responses_and_anthropic_and_batches_read_the_same_prompt(server, expect
     assert found["choices"][0]["token_ids"] == expected
 
 
+def test_a_conversation_with_pictures_is_continued(server):
+    """As the whole conversation in one request; with no more pictures than a request may have."""
+    picture, fixed = {"type": "input_image", "image_url": URL}, {"temperature": 0, "max_output_tokens": 8, "ignore_eos": True}  # fmt: skip
+    first = [{"role": "user", "content": [picture, {"type": "input_text", "text": "What is it?"}]}]
+    made = server.ask("/v1/responses", {"input": first, **fixed}).json()
+    more = [{"role": "user", "content": [picture, {"type": "input_text", "text": "And this?"}]}]
+    answer = {"role": "assistant", "content": made["output"][0]["content"][0]["text"]}
+    whole = server.ask("/v1/responses", {"input": [*first, answer, *more], **fixed}).json()
+    found = server.ask("/v1/responses", {"input": more, "previous_response_id": made["id"], **fixed}).json()  # fmt: skip
+    assert found["output"][0]["content"] == whole["output"][0]["content"]
+    assert found["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
+    three = server.ask("/v1/responses", {"input": more, "previous_response_id": found["id"], **fixed})  # fmt: skip
+    assert three.status_code == 200
+    four = server.ask("/v1/responses", {"input": more, "previous_response_id": three.json()["id"], **fixed})  # fmt: skip
+    assert (four.status_code, "has 4 pictures; the limit is 3" in four.text) == (400, True)
+    store = server.state.responses
+    assert store.size > 3 * len(URL)
+
+
 def test_a_tool_result_may_have_a_picture(server):
     source = {"type": "base64", "media_type": "image/png", "data": URL.partition(",")[2]}
     call = {"type": "tool_use", "id": "t1", "name": "look", "input": {}}

@@ -193,6 +193,26 @@ def test_what_cannot_be_done_is_refused(
     run(test)
 
 
+def test_several_http_processes_keep_nothing_and_say_what_to_do() -> None:
+    """The next request may reach another process: what needs a kept response is refused, the rest is answered."""
+
+    async def test(client: httpx.AsyncClient, state: Any) -> None:
+        state.fronts = 2
+        plain = await made(client)
+        assert plain["store"] is False
+        refused = [
+            await client.post(PATH, json={"input": "hi", "background": True}),
+            await client.post(PATH, json={"input": "hi", "previous_response_id": plain["id"]}),
+            await client.get(f"{PATH}/{plain['id']}"),
+            await client.delete(f"{PATH}/{plain['id']}"),
+            await client.post(f"{PATH}/{plain['id']}/cancel"),
+        ]
+        assert [one.status_code for one in refused] == [400, 400, 404, 404, 404]
+        assert all("--api-server-count 1" in one.json()["error"]["message"] for one in refused)
+
+    run(test)
+
+
 @pytest.mark.attack
 @pytest.mark.parametrize(
     "after", ["9" * 5000, "-2", "1.5", "NaN", "١", "0x1", "", "1e9", "-1&starting_after=z"]

@@ -32,7 +32,7 @@ class StoredResponse:
     Attributes:
         owner: of the key that asked for it; other keys do not find it.
         describe: makes the object of a response that still runs.
-        items: the conversation so far, with its own output; None: it cannot be continued.
+        items: the conversation so far, with its own output.
         events: the frames of its stream, each at the place of its sequence number; None: they are not kept.
         body: the object, encoded, when it has ended.
         task: what runs it; None: a client waits for it.
@@ -41,7 +41,7 @@ class StoredResponse:
     id: str
     owner: str
     describe: Callable[[], bytes]
-    items: list[dict[str, Any]] | None = None
+    items: list[dict[str, Any]] = field(default_factory=list)
     events: list[bytes] | None = None
     body: bytes = b""
     task: asyncio.Task[None] | None = None
@@ -124,8 +124,7 @@ class ResponseStore:
     def end(self, record: StoredResponse, body: bytes, output: Sequence[dict[str, Any]]) -> None:
         """It has ended; `body`: its object. `output`: its items."""
         record.body, record.ended_at = body, self.clock()
-        if record.items is not None:
-            record.items += output
+        record.items += output
         self._grow(record, 2 * len(body))
         record.wake()
 

@@ -220,6 +220,10 @@ class MediaInputs:
         self.observe(given.kind, "named", 0.0)
         return found
 
+    def check_number(self, media: Sequence[ReadMedia], where: str) -> None:
+        """Raises ValidationError: a conversation has more items than a request may have."""
+        self._check_number([GivenMedia(where, None, kind=one.kind) for one in media])
+
     def _check_number(self, given: Sequence[GivenMedia]) -> None:
         for kind, limit in self.limits.items():
             own = [one for one in given if one.kind == kind]

@@ -9,7 +9,7 @@ conversation, which a later request continues (`previous_response_id`); `backgro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -19,6 +19,8 @@ import msgspec
 
 from quire.config.unsupported import RESPONSES_FIELDS, RESPONSES_WITHOUT_EFFECT
 from quire.frontend.media.content_parts import MediaPart
+from quire.frontend.media.processed_cache import ReadMedia
+from quire.frontend.media.prompt_reader import need_media
 from quire.logging import get_logger
 from quire.server.answer import GenerationAnswer
 from quire.server.endpoint import RequestContext, route
@@ -269,8 +271,6 @@ def previous(context: RequestContext, body: ResponsesRequest) -> StoredResponse 
     record = store.get(owner_of(context.request), body.previous_response_id)
     if not record.ended:
         raise invalid("`previous_response_id`: this response has not ended", "previous_response_id")
-    if record.items is None:
-        raise invalid("`previous_response_id`: its conversation is not kept, because it has pictures; send the whole conversation as `input`", "previous_response_id")  # fmt: skip
     return record
 
 
@@ -280,8 +280,11 @@ async def answer_of(
     given = body.input
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if before is not None:
-        items = body.input = [*(before.items or ()), *items]
+        items = body.input = [*before.items, *items]
     chat = as_chat(body)
+    media = list(media_of(items))
+    if before is not None and media:
+        need_media(context.engine.front, "input", media[0].kind).check_number(media, "input")
     chat.stream |= body.background  # its events are stored as they come
     source = await generation_of(context, chat, "resp_")
     answer = ResponseAnswer(context, body, source)
@@ -290,17 +293,20 @@ async def answer_of(
             raise invalid(f"`background`: {why_not_stored(context.state)}", "background")
         return answer
     size = OVERHEAD + ITEM_OVERHEAD * len(items) + context.request.scope.get(SIZE, 0)
-    size += 0 if before is None else before.size
-    has_pictures = any(map(holds_pictures, items))
+    size += sum(item.num_bytes for item in media) + (0 if before is None else before.size)
     answer.kept = StoredResponse(
-        source.id, owner_of(context.request), answer.running_object, None if has_pictures else list(items), size=size
-    )  # fmt: skip
+        source.id, owner_of(context.request), answer.running_object, list(items), size=size
+    )
     return BackgroundAnswer(answer, answer.kept) if body.background else answer
 
 
-def holds_pictures(item: dict[str, Any]) -> bool:
-    content = item.get("content", item.get("output"))
-    return isinstance(content, list) and any(isinstance(part, MediaPart) for part in content)
+def media_of(items: Iterable[dict[str, Any]]) -> Iterator[ReadMedia]:
+    """The pictures, videos and sounds of a conversation."""
+    for item in items:
+        content = item.get("content", item.get("output"))
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, MediaPart):
+                yield part.item
 
 
 def status_of(delta: OutputDelta) -> str:
