@@ -62,6 +62,35 @@ def test_what_vectors_do_not_take_is_refused_with_its_place(server):
     messages = asking(image_part(data_url(as_file(picture(1)))))["messages"]
     found = server.ask("/v1/embeddings", {"messages": messages, "truncate_prompt_tokens": 4})
     assert "truncate_prompt_tokens of a prompt with media" in found.json()["error"]["message"]
-    pair = {"queries": "a", "documents": [{"content": [image_part("http://x")]}]}
-    found = server.ask("/score", pair).json()["error"]
-    assert "documents[0].content[0]: parts of type image_url" in found["message"]
+    for field, entry in (("documents", [{"content": [image_part("ftp://x")]}]), ("documents", {"content": [image_part("ftp://x")]})):  # fmt: skip
+        place = f"{field}[0].content" if isinstance(entry, list) else f"{field}.content"
+        found = server.ask("/score", {"queries": "a", field: entry}).json()["error"]
+        assert found["param"] == f"{place}[0].image_url.url"
+    pair = {"queries": "a", "documents": [{"content": [image_part(data_url(as_file(picture(1))))]}]}
+    found = server.ask("/score", {**pair, "max_tokens_per_doc": 4}).json()["error"]
+    assert "max_tokens_per_doc beside pictures" in found["message"]
+    part = image_part(data_url(as_file(picture(1))))
+    for document in ({"output": [part]}, [{"content": [part]}], {"content": [{"content": [part]}]}, {"content": ["a", 1, None]}, {"content": [part, 7]}):  # fmt: skip
+        assert server.ask("/score", {"queries": "a", "documents": [document]}).status_code == 400
+
+
+def test_scores_of_pictures_are_products_of_their_vectors(server):
+    what = {"type": "text", "text": "What?"}
+    parts = [[image_part(data_url(as_file(picture(n)))), what] for n in (1, 2)]
+
+    def vector(body: dict) -> np.ndarray:
+        return np.array(server.ask("/v1/embeddings", body).json()["data"][0]["embedding"])
+
+    query = vector({"input": "a red shape"})
+    pictures = [vector({"messages": asking(*one)["messages"]}) for one in parts]
+    plain = vector({"input": "words"})
+    documents = [{"content": parts[0]}, "words", {"content": parts[1]}]
+    found = server.ask("/score", {"queries": "a red shape", "documents": documents}).json()
+    scores = [one["score"] for one in found["data"]]
+    want = [float(query @ one) for one in (pictures[0], plain, pictures[1])]
+    assert np.abs(np.array(scores) - want).max() < 1e-6
+    assert len({round(score, 4) for score in scores}) == 3
+    ranked = server.ask("/rerank", {"query": {"content": parts[1]}, "documents": documents}).json()
+    assert ranked["results"][0]["index"] == 2
+    assert abs(ranked["results"][0]["relevance_score"] - 1) < 1e-5
+    assert ranked["results"][0]["document"] == {"text": "What?", "multi_modal": None}

@@ -21,7 +21,7 @@ from quire.server.sse import until_disconnect
 async def read_media(
     messages: Any, name: str, engine: AsyncEngine, scope: str, receive: Receive, options: str = ""
 ) -> None:
-    """Replace the pictures, videos and sounds in messages, or in lists of messages, by parts that carry them.
+    """Replace the pictures, videos and sounds in messages, or in a message, or in lists of messages, by parts that carry them.
 
     `name`: of the field. `scope`: whose processed items and names count. `receive`: of the request: reading ends when the client is gone.
     `options`: of the processing of all of them.
@@ -34,7 +34,8 @@ async def read_media(
         for index, conversation in enumerate(messages):
             await read_media(conversation, f"{name}[{index}]", engine, scope, receive, options)
         return
-    if not (isinstance(messages, list) and messages and isinstance(messages[0], dict)):
+    many = messages if isinstance(messages, list) else [messages]
+    if not any(isinstance(one, dict) for one in many):
         return  # texts and tokens of other routes
     places = find_parts(messages, name, options=options)
     if not places:

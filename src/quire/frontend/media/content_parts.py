@@ -73,12 +73,14 @@ class PartPlace:
 def find_parts(
     messages: Any, name: str, *, local: bool = False, options: str = ""
 ) -> list[PartPlace]:
-    """The pictures, videos and sounds in messages, in order. `name`: of the field that has them. `local`: of a Python program. `options`: of their processing.
+    """The pictures, videos and sounds in messages, or in one, in order. `name`: of the field that has them. `local`: of a Python program. `options`: of their processing.
 
     Raises:
         ValidationError: a part is malformed, or a kind of media that is not supported.
     """
     found = list(_in_list(messages, name, local, 0)) if isinstance(messages, list) else []
+    if isinstance(messages, dict) and isinstance(parts := messages.get("content"), list):
+        found = list(_in_list(parts, f"{name}.content", local, 1))
     for place in found if options else ():
         if place.given.kind != AUDIO:
             place.given = replace(place.given, options=options)

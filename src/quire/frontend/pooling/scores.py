@@ -4,7 +4,8 @@
     embed        the similarity of two vectors (bi-encoder): the dot product of vectors of length 1, unless the checkpoint has another
     token_embed  sum over the query's tokens of the largest dot product with a token of the document (late interaction)
 
-Knows texts, templates and vectors. Does not know HTTP.
+A text of models that compare vectors may have pictures: then it is a prompt that is tokenized already. Knows texts, templates and
+vectors. Does not know HTTP.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from quire.protocol.pooling_params import PoolingParams
 log = get_logger(__name__)
 
 Outputs = Sequence[PoolingRequestOutput[PoolingOutput]]
+PairText = str | Prompt
+"""A text of a pair, or one with pictures, as the prompt of a conversation; its `text` is that of its parts."""
 LATE = "late interaction"
 OF_LENGTH_1 = ("cosine", LATE)
 
@@ -67,10 +70,11 @@ def read_texts(name: str, value: Any) -> list[str]:
     many = value if isinstance(value, (list, tuple)) else [value]
     if not many:
         raise ValidationError(f"{name} is empty: it needs at least one text", parameter=name)
-    return [_text(one, f"{name}[{index}]") for index, one in enumerate(many)]
+    return [read_text(one, f"{name}[{index}]") for index, one in enumerate(many)]
 
 
-def _text(value: Any, name: str) -> str:
+def read_text(value: Any, name: str) -> str:
+    """Raises: as `read_texts`."""
     if isinstance(value, str):
         return value
     if isinstance(value, Mapping):
@@ -90,7 +94,7 @@ def _part(part: Any, name: str) -> str:
     if isinstance(part, Mapping) and isinstance(part.get("type"), str) and part["type"] != "text":
         raise Unsupported(
             f"{name}: parts of type {part['type'][:40]} in pairs",
-            "send text, or ask /v1/embeddings for the vectors of pictures",
+            "send text, ask /score for the scores of pictures, or /v1/embeddings for their vectors",
         )
     raise read.wrong(name, part, '{"type": "text", "text": ...}')
 
@@ -110,8 +114,8 @@ class Pairs:
     """Pairs of texts; one query may belong to all documents."""
 
     front: RequestManager
-    queries: list[str]
-    documents: list[str]
+    queries: Sequence[PairText]
+    documents: Sequence[PairText]
     options: PairOptions
     task: str = ""
     _queries_cut: dict[int, str] = field(default_factory=dict)
@@ -125,6 +129,8 @@ class Pairs:
             limit = read.whole_number(name, getattr(options, name), 0)
             if limit >= (max_model_len := self.front.inputs.max_model_len):
                 raise ValidationError(f"{name} must be less than max_model_len, which is {max_model_len}; it is {limit}", parameter=name, value=limit)  # fmt: skip
+        if any(isinstance(one, Prompt) for one in (*self.queries, *self.documents)):
+            self._check_media()
         if self.renders:
             return
         if options.instruction:
@@ -135,6 +141,14 @@ class Pairs:
             )
         if self.task == "classify" and not info.use_sep_token:
             log.warning_every("template", 3600, "pairs are concatenated: this reranker needs a template of its own; set --chat-template")  # fmt: skip
+
+    def _check_media(self) -> None:
+        """Raises Unsupported: the model reads both texts of a pair at once, or texts must be cut."""
+        if self.task == "classify":
+            raise Unsupported("pictures in pairs for a model that reads both texts at once", "send text, or serve a model with vectors")  # fmt: skip
+        for name in ("max_tokens_per_query", "max_tokens_per_doc"):
+            if getattr(self.options, name):
+                raise Unsupported(f"{name} beside pictures", f"leave {name} out")
 
     @property
     def renders(self) -> bool:
@@ -169,17 +183,19 @@ class Pairs:
     def size(self, index: int) -> int:
         """Characters of a prompt, about."""
         first, second = self._texts(index)
-        return len(first) + len(second or "")
+        return len(first.tokens if isinstance(first, Prompt) else first) + len(shown(second or ""))
 
-    def _texts(self, index: int) -> tuple[str, str | None]:
+    def _texts(self, index: int) -> tuple[PairText, PairText | None]:
         queries = self.queries
         if self.task == "classify":
             return queries[index if len(queries) > 1 else 0], self.documents[index]
-        return (queries + self.documents)[index] if index < len(queries) else self.documents[index - len(queries)], None  # fmt: skip
+        return queries[index] if index < len(queries) else self.documents[index - len(queries)], None  # fmt: skip
 
     def _prompt(self, index: int) -> Prompt:
         first, second = self._texts(index)
         options = self.options
+        if isinstance(first, Prompt):
+            return first
         if second is None:
             limit = options.max_tokens_per_query if index < len(self.queries) else options.max_tokens_per_doc  # fmt: skip
             return Prompt(self._cut(first, limit))
@@ -187,7 +203,7 @@ class Pairs:
         if (cut := self._queries_cut.get(number)) is None:
             cut = self._queries_cut[number] = self._cut(first, options.max_tokens_per_query)
         first = cut
-        second = self._cut(second, options.max_tokens_per_doc)
+        second = self._cut(shown(second), options.max_tokens_per_doc)
         if self.renders:
             return Prompt(self._rendered(first, second))
         if self.front.need_pooling("a score").info.use_sep_token:
@@ -220,6 +236,11 @@ class Pairs:
             firsts = firsts * len(seconds)
         compare = SIMILARITIES[self.similarity]
         return [compare(one, other) for one, other in zip(firsts, seconds, strict=True)]
+
+
+def shown(text: PairText) -> str:
+    """The text that an answer repeats."""
+    return (text.text or "") if isinstance(text, Prompt) else text
 
 
 def _late_interaction(query: Any, document: Any) -> float:

@@ -13,7 +13,15 @@ from typing import Any
 from starlette.responses import Response
 
 from quire.api.async_engine import LONG_TEXT
-from quire.frontend.pooling.scores import PairOptions, Pairs, check_shapes, read_texts
+from quire.frontend.media.placeholders import media_in
+from quire.frontend.pooling.scores import (
+    PairOptions,
+    Pairs,
+    PairText,
+    check_shapes,
+    read_text,
+    shown,
+)
 from quire.frontend.prompts import Prompt, read_salt
 from quire.protocol.pooling_params import PoolingParams
 from quire.protocol.validators import wrong
@@ -21,12 +29,20 @@ from quire.server.endpoint import RequestContext, route
 from quire.server.errors import invalid
 from quire.server.limits import take_from_key
 from quire.server.pooling.batch import Output, PoolingBatch, PromptSource
-from quire.server.pooling.inputs import check_common, check_count, pooling_of, tokenize_options
-from quire.server.pooling.schemas import PairBody, RerankRequest, ScoreRequest
+from quire.server.pooling.inputs import (
+    check_common,
+    check_count,
+    conversation,
+    pooling_of,
+    tokenize_options,
+)
+from quire.server.pooling.schemas import InputBody, PairBody, RerankRequest, ScoreRequest
 from quire.server.request_body import json_response
 from quire.server.streaming_json import json_answer, listed
 
 FIELDS = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2"))  # fmt: skip
+MEDIA = "queries documents items data_1 data_2 text_1 text_2"
+"""The fields whose texts may have pictures."""
 RENDERED = 100  # characters that a template costs about as much time as
 LARGE = 1 << 10  # pairs from which on an answer is encoded in parts
 
@@ -41,14 +57,38 @@ def pair_fields(body: ScoreRequest) -> tuple[str, str]:
     raise invalid(f"send one of these pairs of fields: {forms}", "queries")
 
 
-def read_pairs(
+async def read_texts_and_media(
+    context: RequestContext, body: PairBody, name: str, value: Any
+) -> list[PairText]:
+    """The texts of a field; those with pictures as conversations of one message. Raises: as `read_text` and `conversation`."""
+    found: list[PairText] = []
+    many = value if isinstance(value, list) else [value]
+    for index, one in enumerate(many):
+        content = one.get("content") if isinstance(one, dict) else None
+        if not (isinstance(content, list) and media_in(content)):
+            found.append(read_text(one, f"{name}[{index}]"))
+            continue
+        options = InputBody(
+            chat_template_kwargs=body.chat_template_kwargs, truncate_prompt_tokens=body.truncate_prompt_tokens,
+            add_special_tokens=body.add_special_tokens,
+        )  # fmt: skip
+        prompt = await conversation([{"role": "user", "content": content}], options, context)
+        if isinstance(prompt, Prompt):
+            texts = (part.get("text") for part in content if isinstance(part, dict))
+            prompt.text = "\n".join(text for text in texts if isinstance(text, str))
+        found.append(prompt)
+    return found
+
+
+async def read_pairs(
     context: RequestContext, body: PairBody, queries: Any, documents: Any, names: tuple[str, str]
 ) -> Pairs:
     """Raises ApiError, ValidationError: the texts make no pairs, or an option is invalid."""
     check_common(body)
     for name, value in zip(names, (queries, documents), strict=True):
         check_count(len(value) if isinstance(value, list) else 1, name)
-    firsts, seconds = read_texts(names[0], queries), read_texts(names[1], documents)
+    firsts = await read_texts_and_media(context, body, names[0], queries)
+    seconds = await read_texts_and_media(context, body, names[1], documents)
     check_shapes(firsts, seconds, names)
     if body.chat_template is not None:
         raise invalid("`chat_template` in a request of pairs is not supported: start the server with --chat-template", "chat_template")  # fmt: skip
@@ -97,11 +137,11 @@ class ScoreAnswer:
         return self.respond(scores)
 
 
-@route(ScoreRequest, pooling=True)
+@route(ScoreRequest, pooling=True, media=MEDIA)
 async def score(context: RequestContext, body: ScoreRequest) -> ScoreAnswer:
     """Scores of pairs of texts."""
     names = pair_fields(body)
-    pairs = read_pairs(context, body, getattr(body, names[0]), getattr(body, names[1]), names)
+    pairs = await read_pairs(context, body, getattr(body, names[0]), getattr(body, names[1]), names)
     batch = pair_batch(context, body, pairs, "score-")
 
     def respond(scores: list[float]) -> Response:
@@ -113,7 +153,7 @@ async def score(context: RequestContext, body: ScoreRequest) -> ScoreAnswer:
     return ScoreAnswer(batch, pairs, respond)
 
 
-@route(RerankRequest, pooling=True)
+@route(RerankRequest, pooling=True, media="query documents")
 async def rerank(context: RequestContext, body: RerankRequest) -> ScoreAnswer:
     """Documents in the order of their scores with a query."""
     if body.query is None or body.documents is None:
@@ -124,11 +164,11 @@ async def rerank(context: RequestContext, body: RerankRequest) -> ScoreAnswer:
         raise wrong("documents", body.documents, "a list of texts")
     if body.top_n < 0:
         raise wrong("top_n", body.top_n, "a whole number of at least 0 (0: all documents)")
-    pairs = read_pairs(context, body, body.query, body.documents, ("query", "documents"))
+    pairs = await read_pairs(context, body, body.query, body.documents, ("query", "documents"))
     batch = pair_batch(context, body, pairs, "rerank-")
 
     def respond(scores: list[float]) -> Response:
-        texts = pairs.documents
+        texts = [shown(one) for one in pairs.documents]
         order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
 
         def result(index: int) -> dict[str, Any]:
