@@ -26,14 +26,14 @@ ANSWER_S = 60.0  # a busy machine starts a browser slowly
 class Chromium:
     """`with Chromium(folder) as browser:`; one tab."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *flags: str):
         if PROGRAM is None:
             raise RuntimeError("there is no Chromium here")
         down, up = os.pipe(), os.pipe()
         # The program wants them as 3 and 4: first out of the way of those numbers.
         theirs = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 20) for fd in (down[0], up[1])]
         self.log = (folder / "chromium.log").open("wb")
-        words = [PROGRAM, *FLAGS, f"--user-data-dir={folder / 'profile'}", "about:blank"]
+        words = [PROGRAM, *FLAGS, *flags, f"--user-data-dir={folder / 'profile'}", "about:blank"]
         self.process = subprocess.Popen(
             [sys.executable, "-c", PLACED, *map(str, theirs), *words],
             stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log,
@@ -114,7 +114,7 @@ class Chromium:
             raise RuntimeError(f"{expression}: {result['exceptionDetails']}")
         return result["result"].get("value")
 
-    def until(self, expression: str, seconds: float = 20.0) -> Any:
+    def until(self, expression: str, seconds: float = 60.0) -> Any:
         """The expression's value once it is true."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-for room in ("engine", "server", "processes"):
+for room in ("engine", "server", "processes", "sound"):
     sys.path.append(str(Path(__file__).parents[1] / room))
 
 from chromium import Chromium  # noqa: E402

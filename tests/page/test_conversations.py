@@ -73,7 +73,7 @@ def test_another_answer_and_an_edit_are_branches(browser: Chromium):
 EXPORTED = """
     URL.createObjectURL = blob => { window.blob = blob; return "data:,"; };
     document.getElementById("history-export").click();
-    blob.text()
+    new Promise(done => (function look() { window.blob ? done(blob.text()) : setTimeout(look, 10); })())
 """
 
 

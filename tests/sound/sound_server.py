@@ -1,9 +1,12 @@
-"""A server of a tiny Whisper that answers without a socket."""
+"""A server of a tiny Whisper that answers with or without a socket."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -11,10 +14,12 @@ import numpy as np
 
 from quire.api.async_engine import AsyncEngine
 from quire.config.engine import EngineConfig
+from quire.config.server import ServerConfig
 from quire.frontend.media.wav import write_wav
 from quire.frontend.startup import start_engine
 from quire.observe.prometheus import ServerMetrics
 from quire.server.app import build_app
+from quire.server.process import sockets
 from quire.server.state import ServerState
 
 TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
@@ -80,6 +85,22 @@ class SoundServer:
         assert all(line.startswith("data: ") for line in lines), found.text
         assert lines[-1] == "data: [DONE]"
         return [json.loads(line[6:]) for line in lines[:-1]]
+
+    @contextmanager
+    def listening(self) -> Iterator[str]:
+        """Its URL, while it listens on a socket."""
+        config = ServerConfig(host="127.0.0.1", port=0)
+        listener = sockets.bind(config)
+        http = sockets.http_server(self.app, config)
+        thread = threading.Thread(target=lambda: asyncio.run(http.serve(sockets=[listener])))
+        listener.listen()
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            http.should_exit = True
+            thread.join(60)
+            listener.close()
 
     def close(self) -> None:
         self.client.close()

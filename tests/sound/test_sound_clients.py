@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +13,6 @@ import whisper_checkpoint as whisper
 from sound_server import SoundServer, wav
 
 from quire.bench.serve.run import main as bench_serve
-from quire.config.server import ServerConfig
-from quire.server.process import sockets
 
 ONE = whisper.sound(1.3, 11)
 
@@ -30,16 +26,8 @@ def server(whisper_path: str) -> Iterator[SoundServer]:
 
 @pytest.fixture(scope="module")
 def url(server: SoundServer) -> Iterator[str]:
-    config = ServerConfig(host="127.0.0.1", port=0)
-    listener = sockets.bind(config)
-    http = sockets.http_server(server.app, config)
-    thread = threading.Thread(target=lambda: asyncio.run(http.serve(sockets=[listener])))
-    listener.listen()
-    thread.start()
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    http.should_exit = True
-    thread.join(60)
-    listener.close()
+    with server.listening() as found:
+        yield found
 
 
 def file() -> io.BytesIO:

@@ -54,9 +54,15 @@ class TranscriptionReader(PromptReader):
             raise ValidationError(NO_SOUND)
 
 
+def transcription_inputs(front: RequestManager) -> TranscriptionInputs | None:
+    """What makes prompts of sound; None: the model is for something else."""
+    reader = front.readers.get(FEATURE)
+    return reader.windows if isinstance(reader, TranscriptionReader) else None
+
+
 def need_transcription(front: RequestManager, what: str) -> TranscriptionInputs:
     """Raises ValidationError: `what` needs a model that writes down speech."""
-    reader = front.readers.get(FEATURE)
-    if not isinstance(reader, TranscriptionReader) or reader.windows is None:
+    windows = transcription_inputs(front)
+    if windows is None:
         raise ValidationError(f"{what} needs a model that writes down speech: serve one, such as openai/whisper-small")  # fmt: skip
-    return reader.windows
+    return windows

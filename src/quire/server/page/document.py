@@ -14,10 +14,12 @@ WEB = Path(__file__).parent / "web"
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none';"
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data: blob:; media-src blob:;"
+    " base-uri 'none';"
     " form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
 )
-"""Content-Security-Policy. Only files of this server run, no text becomes markup, and nothing is sent elsewhere."""
+"""Content-Security-Policy. Only files of this server run, no text becomes markup, and nothing is sent elsewhere. A blob is a file
+that the reader gave to the page."""
 
 
 @dataclass(frozen=True, slots=True)

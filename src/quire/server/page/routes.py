@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire import env
 from quire.errors import EngineDeadError, QuireError
+from quire.frontend.media.prompt_reader import media_inputs
+from quire.frontend.request_manager import RequestManager
+from quire.frontend.transcription.prompt_reader import transcription_inputs
 from quire.observe.process_memory import resident_bytes
 from quire.server.errors import ApiError, invalid, unavailable
 from quire.server.middleware import TENANT
@@ -50,15 +55,29 @@ async def page(request: Request) -> Response:
 
 
 async def ui_defaults(request: Request) -> Response:
-    """What a request gets for each sampling parameter that it leaves out, and the length of the context."""
+    """What a request gets for each sampling parameter that it leaves out, the length of the context, and what it may have beside text."""
     same_site(request)
-    inputs = state_of(request).serving().inputs
+    front = state_of(request).serving().front
+    inputs = front.inputs
     params = inputs.defaults.params()
     values = {name: getattr(params, name) for name in SHOWN_DEFAULTS}
     longest = inputs.defaults.sampling.get("max_tokens")
-    return json_response(
-        {"sampling": values | {"max_tokens": longest}, "max_model_len": inputs.max_model_len}
-    )
+    return json_response({
+        "sampling": values | {"max_tokens": longest}, "max_model_len": inputs.max_model_len, "takes": takes_of(front),
+    })  # fmt: skip
+
+
+def takes_of(front: RequestManager) -> dict[str, Any]:
+    """What the model takes beside text. `media`: kinds of items in messages. `speech`: it writes sound down, and does not chat.
+    `seconds`, `mib`: of the longest and the largest sound."""
+    seconds, media = float(env.get("MAX_AUDIO_DECODE_DURATION_S")), media_inputs(front)
+    kinds = [] if media is None else [kind for kind in media.texts if media.limits[kind]]
+    if media is not None and media.model.audio is not None:
+        seconds = media.model.audio.most_seconds
+    return {
+        "media": kinds, "speech": transcription_inputs(front) is not None, "seconds": seconds,
+        "mib": int(env.get("MAX_AUDIO_CLIP_FILESIZE_MB")),
+    }  # fmt: skip
 
 
 async def ui_state(request: Request) -> Response:

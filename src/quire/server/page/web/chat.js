@@ -1,8 +1,11 @@
 // The chat: sends messages, edits them, makes answers again, and keeps the conversation.
 
+import {attachments, isRecording, setAttachments} from "./attachments.js";
+import {taken} from "./defaults.js";
 import {$, copy, emit, on, put, tab} from "./dom.js";
 import {askForResults, byTouch, drawTurns, fade, markBusy, plain, redrawAnswer} from "./messages.js";
-import {requestFields, set, value} from "./options.js";
+import {forgetMedia} from "./media.js";
+import {requestFields, set, speechFields, value} from "./options.js";
 import {chosenModel, isReady, shownModel} from "./readiness.js";
 import {load, save} from "./storage.js";
 import {stream} from "./stream.js";
@@ -14,9 +17,10 @@ let editing = -1;     // the turn whose message is in the box, to be sent again
 
 // -- what is shown -------------------------------------------------------------------------------
 function redraw() {
+  forgetMedia([...attachments(), ...path(conversation).flatMap(at => conversation.turns[at].media)]);
   drawTurns(conversation, path(conversation), {
     edit, sendResults,
-    regenerate: at => { const {mode, ask, results, parent} = conversation.turns[at]; send({mode, ask, results, parent}); },
+    regenerate: at => { const {mode, ask, media, results, parent} = conversation.turns[at]; send({mode, ask, media, results, parent}); },
     show: at => { if (!running) { show(conversation, at); redraw(); keep(); } },
   });
   mark();
@@ -25,9 +29,12 @@ function redraw() {
 function mark() {
   fade(editing);
   $("cancel").hidden = editing < 0;
-  put("send", running ? "Stop" : "Send");
+  const {speech} = taken();
+  put("send", running ? "Stop" : speech ? "Write down" : "Send");
   $("send").classList.toggle("stop", Boolean(running));
-  $("send").disabled = !running && !isReady();
+  $("send").disabled = !running && (!isReady() || isRecording());
+  $("send").hidden = speech && !running && !attachments().length;
+  $("words").hidden = speech;
   $("send").title = isReady() ? "" : "The model is not loaded yet";
   $("welcome").hidden = !isReady() || conversation.leaf >= 0;
   $("words").placeholder = byTouch() ? "Message" : "Message (Enter sends, Shift+Enter breaks the line)";
@@ -45,7 +52,7 @@ async function keep() {
 function open(given) {
   running?.abort();
   stopEditing();
-  conversation = given ?? newConversation();
+  conversation = given ? {...checked(given), id: given.id} : newConversation();
   tab.set("open", conversation.id);
   emit("current", conversation.id);
   redraw();
@@ -54,25 +61,34 @@ function open(given) {
 async function recall() {
   const kept = await load(tab.get("open") || "-").catch(() => null);
   if (!kept || conversation.turns.length) return;
-  try { open({...checked(kept), id: kept.id}); } catch { /* of another version */ }
+  try { open(kept); } catch { /* of another version */ }
 }
 
 // -- sending -------------------------------------------------------------------------------------
-function request(turn, before) {
+async function request(turn, before) {
+  if (turn.mode === "speech") return speechRequest(turn);
   const body = {stream: true, stream_options: {include_usage: true, continuous_usage_stats: true}, ...requestFields(turn.mode)};
   if (chosenModel() !== null) body.model = chosenModel();
   if (turn.mode === "text") return ["v1/completions", {...body, prompt: turn.ask}];
-  return ["v1/chat/completions", {...body, messages: messages([...before, turn], value("system"))}];
+  return ["v1/chat/completions", {...body, messages: await messages([...before, turn], value("system"))}];
+}
+
+function speechRequest({media: [{name, blob}]}) {
+  const form = new FormData();
+  form.append("file", blob, name);
+  for (const [field, given] of Object.entries({stream: "true", ...speechFields()})) form.append(field, given);
+  if (chosenModel() !== null) form.append("model", chosenModel());
+  return [`v1/audio/${value("task")}`, form];
 }
 
 // Send a message after turn number `parent`, as a branch of its own if that has an answer already.
-async function send({ask, mode = value("mode"), results = [], parent, expected}) {
+async function send({ask, media = [], mode = value("mode"), results = [], parent, expected}) {
   if (running || !isReady() || conversation.turns.length >= LIMITS.turns) return;
-  const turn = newTurn({parent, mode, ask, results, model: shownModel()});
+  const turn = newTurn({parent, mode, ask, media, results, model: shownModel()});
   if (expected) Object.defineProperty(turn, "expected", {value: expected});  // of an example; not kept
   const talk = conversation, at = talk.turns.push(turn) - 1;
   talk.leaf = at;
-  talk.title ||= ask.slice(0, 80).split("\n")[0];
+  talk.title ||= (ask || media[0]?.name || "").slice(0, 80).split("\n")[0];
   editing = -1;
   running = new AbortController();
   redraw();
@@ -83,7 +99,10 @@ async function send({ask, mode = value("mode"), results = [], parent, expected})
   markBusy(turn, false);
   askForResults(turn);
   put("spoken", plain(turn).slice(0, 2000) || turn.note);
-  if (turn.bad && !turn.answer && !$("words").value) $("words").value = ask;  // it can be sent again
+  if (turn.bad && !turn.answer && mode !== "speech" && !$("words").value && !attachments().length) {  // it can be sent again
+    $("words").value = ask;
+    setAttachments(media);
+  }
   mark();
   if (talk === conversation) keep();
   else save(talk).catch(() => {});
@@ -99,7 +118,7 @@ async function receive(turn, before) {
     took = performance.now() - began;
   };
   try {
-    await stream(turn, ...request(turn, before), running.signal, first => {
+    await stream(turn, ...await request(turn, before), running.signal, first => {
       if (first) draw();
       else if (!due) { due = true; setTimeout(draw, Math.max(30, 5 * took)); }
     });
@@ -116,13 +135,17 @@ function edit(at) {
   if (running) return;
   editing = at;
   $("words").value = conversation.turns[at].ask;
-  set("mode", conversation.turns[at].mode);
-  $("words").focus();
+  setAttachments(conversation.turns[at].media);
+  if (conversation.turns[at].mode !== "speech") set("mode", conversation.turns[at].mode);
+  $(taken().speech ? "send" : "words").focus();
   mark();
 }
 
 function stopEditing() {
-  if (editing >= 0) $("words").value = "";
+  if (editing >= 0) {
+    $("words").value = "";
+    setAttachments([]);
+  }
   editing = -1;
   mark();
 }
@@ -131,10 +154,26 @@ function stopEditing() {
 function submit(event) {
   event.preventDefault();
   if (running) { running.abort(); return; }
-  const ask = $("words").value.trim();
-  if (!ask || !isReady()) return;
+  const ask = $("words").value.trim(), media = attachments(), parent = editing < 0 ? conversation.leaf : conversation.turns[editing].parent;
+  if (!(ask || media.length) || !isReady() || isRecording()) return;
   $("words").value = "";
-  send({ask, parent: editing < 0 ? conversation.leaf : conversation.turns[editing].parent});
+  setAttachments([]);
+  if (taken().speech) sendSpeech(media, parent);
+  else send({ask, media, parent, mode: media.length ? "chat" : undefined});
+}
+
+// Files to write down, one after the other.
+async function sendSpeech(media, parent) {
+  for (const one of media) {
+    await send({ask: "", media: [one], mode: "speech", parent});
+    parent = conversation.leaf;
+  }
+}
+
+// Sound for a model that writes it down needs no message: it is sent at once.
+function onAttached() {
+  mark();
+  if (taken().speech && !running && editing < 0 && attachments().length && !isRecording() && isReady()) $("ask").requestSubmit();
 }
 
 function sendExample({ask, tools, result}) {
@@ -164,6 +203,8 @@ export function startChat() {
   on("open", open);
   on("ask", sendExample);
   on("ready", mark);
+  on("defaults", mark);
+  on("attached", onAttached);
   addEventListener("pagehide", keep);
   mark();
   recall();

@@ -46,7 +46,7 @@ export function download(name, text) {
 }
 
 // Signals: "key" (another API key), "ready" (whether the server takes requests), "models" (their list), "paint" (draw
-// again), "open" (a conversation), "ask" (an example).
+// again), "open" (a conversation), "ask" (an example), "defaults" (of the server), "attached" (files, or a recording).
 const signals = new EventTarget();
 export const emit = (name, detail) => signals.dispatchEvent(new CustomEvent(name, {detail}));
 export const on = (name, does) => signals.addEventListener(name, event => does(event.detail));

@@ -2,10 +2,10 @@
 
 import {$, addButton, download, emit, make, on, put} from "./dom.js";
 import {isKept, loadAll, remove, removeAll, save} from "./storage.js";
-import {checked, LIMITS} from "./tree.js";
+import {checked, LIMITS, plainCopy} from "./tree.js";
 
 const SHOWN = 200;
-const MAX_FILE = 64 << 20;  // bytes of an import
+const MAX_FILE = 256 << 20;  // bytes of an import
 let kept = [], current = "";
 
 const text = conversation => [conversation.title, ...conversation.turns.flatMap(turn => [turn.ask, turn.answer])].join("\n").toLowerCase();
@@ -30,7 +30,7 @@ function entry(conversation) {
   const open = addButton(item, "", () => { $("history").close(); emit("open", conversation); }, "entry");
   open.append(make("b", "", title), make("span", "", new Date(conversation.changed).toLocaleString()));
   if (conversation.id === current) open.setAttribute("aria-current", "true");
-  addButton(item, "Export", () => download(`quire-${conversation.id.slice(0, 8)}.json`, exported([conversation]))).setAttribute("aria-label", `Export ${title}`);
+  addButton(item, "Export", () => exportAs(`quire-${conversation.id.slice(0, 8)}.json`, [conversation])).setAttribute("aria-label", `Export ${title}`);
   addButton(item, "Delete", async () => {
     await remove(conversation.id);
     if (conversation.id === current) emit("open", null);
@@ -40,7 +40,11 @@ function entry(conversation) {
   return item;
 }
 
-const exported = conversations => JSON.stringify({quire: 1, conversations}, null, 1);
+async function exportAs(name, conversations) {
+  try {
+    download(name, JSON.stringify({quire: 1, conversations: await Promise.all(conversations.map(plainCopy))}, null, 1));
+  } catch (error) { put("history-note", `Nothing was exported: ${error.message}`); }
+}
 
 async function importFile(file) {
   if (file.size > MAX_FILE) throw new Error(`the file has more than ${MAX_FILE >> 20} MiB`);
@@ -57,7 +61,7 @@ export function startHistory() {
   $("history-open").onclick = () => { put("history-note", ""); $("history").showModal(); refresh(); };
   $("history-close").onclick = () => $("history").close();
   $("history-search").oninput = list;
-  $("history-export").onclick = () => download("quire-conversations.json", exported(kept));
+  $("history-export").onclick = () => exportAs("quire-conversations.json", kept);
   $("history-import").onclick = () => $("history-file").click();
   $("history-file").onchange = async event => {
     const [file] = event.target.files;

@@ -2,6 +2,7 @@
 
 import {$, addButton, copy, make} from "./dom.js";
 import {render} from "./markdown.js";
+import {showMedia} from "./media.js";
 import {branches, callId} from "./tree.js";
 
 const drawn = new Map();  // turn -> its elements
@@ -30,10 +31,10 @@ function bubble(who, label) {
 function draw(conversation, at, does, isLast) {
   const turn = conversation.turns[at], user = bubble("user", "You: "), reply = bubble("assistant", "Answer: ");
   const {answers, messages} = branches(conversation, at);
-  drawQuestion(user, turn);
+  drawQuestion(user, turn, at === conversation.leaf);
   switcher(user.foot, "message", messages, at, does.show);
-  addButton(user.foot, "Copy", event => copy(turn.ask, event.target));
-  if (!turn.results.length) addButton(user.foot, "Edit", () => does.edit(at));
+  if (turn.ask) addButton(user.foot, "Copy", event => copy(turn.ask, event.target));
+  if (!turn.results.length && turn.mode !== "speech") addButton(user.foot, "Edit", () => does.edit(at));
   const thoughts = make("details", "thoughts");
   thoughts.append(make("summary"), make("div"));
   thoughts.hidden = true;
@@ -53,12 +54,15 @@ function draw(conversation, at, does, isLast) {
   askForResults(turn);
 }
 
-function drawQuestion({box}, turn) {
+function drawQuestion({box}, turn, isLast) {
   if (turn.mode === "text") box.classList.add("as-is");
+  const media = turn.media.map(showMedia), talk = $("talk");
+  if (isLast) for (const one of media) one.onload = one.onloadedmetadata = () => { talk.scrollTop = talk.scrollHeight; };  // it has its height now
   if (turn.results.length) {
     for (const {name, content} of turn.results) box.append(make("div", "call-name", `Result of ${name}`), make("pre", "", content));
   } else if (turn.mode === "text") box.textContent = turn.ask;
   else render(box, turn.ask);
+  box.prepend(...media);
 }
 
 // ‹ 2 / 3 ›
@@ -81,8 +85,8 @@ export function redrawAnswer(turn) {
   if (!parts) return;  // another conversation is shown
   const {reply, thoughts, note, calls} = parts, talk = $("talk");
   const atEnd = talk.scrollHeight - talk.scrollTop - talk.clientHeight < 60;
-  reply.box.classList.toggle("as-is", turn.mode === "text");
-  if (turn.mode === "text") reply.box.textContent = turn.answer;
+  reply.box.classList.toggle("as-is", turn.mode !== "chat");
+  if (turn.mode !== "chat") reply.box.textContent = turn.answer;
   else render(reply.box, turn.answer);
   reply.box.hidden = !turn.answer && (turn.calls.length > 0 || Boolean(turn.thoughts));
   drawCalls(calls, turn.calls);

@@ -13,10 +13,11 @@ let wasAsked = false;
 export async function ask(path, {body, signal} = {}) {
   const headers = {}, used = key;
   if (key) headers.Authorization = "Bearer " + key;
-  if (body) headers["Content-Type"] = "application/json";
+  const isForm = body instanceof FormData;
+  if (body && !isForm) headers["Content-Type"] = "application/json";
   let answer;
   try {
-    answer = await fetch(path, {method: body ? "POST" : "GET", headers, signal, cache: "no-store", body: body && JSON.stringify(body)});
+    answer = await fetch(path, {method: body ? "POST" : "GET", headers, signal, cache: "no-store", body: isForm ? body : body && JSON.stringify(body)});
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Refused(0, "the server does not answer");

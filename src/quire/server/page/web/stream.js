@@ -27,8 +27,9 @@ async function* events(answer, signal) {
 const LEAST_S = 0.03;
 
 // What an answer has cost. A rate needs some time between the first and the last token.
-function cost({began, first, last, tokens, firstTokens, ended}) {
+function cost({began, first, last, tokens, firstTokens, ended, heard}) {
   const parts = [], seconds = (last - first) / 1000;
+  if (heard) parts.push(`${heard} s of sound in ${((last - began) / 1000).toFixed(1)} s`);
   if (tokens) {
     parts.push(tokens === 1 ? "1 token" : `${tokens} tokens`);
     if (seconds >= LEAST_S) parts.push(`${((tokens - firstTokens) / seconds).toFixed(1)} per second`);
@@ -55,12 +56,7 @@ export async function stream(turn, path, body, signal, changed) {
     const answer = await ask(path, {body, signal});
     for await (const event of events(answer, signal)) {
       if (event.error) throw new Refused(0, event.error.message);
-      clock.tokens = event.usage?.completion_tokens ?? clock.tokens;
-      const choice = event.choices[0];
-      if (!choice) continue;
-      const delta = choice.delta ?? {content: choice.text};
-      clock.ended = choice.finish_reason ?? clock.ended;
-      if (!add(turn, delta, clock)) continue;
+      if (!(event.type ? addSpeech : addChoice)(turn, event, clock)) continue;
       turn.note = cost(clock);
       changed(!clock.before);
       clock.before = true;
@@ -72,7 +68,28 @@ export async function stream(turn, path, body, signal, changed) {
   }
 }
 
-// Whether the piece had anything.
+// Of a transcription: text as it is drawn; with times, the lines of a window take its place when they are known.
+function addSpeech(turn, {type, delta = "", start, end, text, usage}, clock) {
+  clock.last = performance.now();
+  clock.first ||= clock.last;
+  clock.heard = usage?.seconds ?? clock.heard;
+  if (type === "transcript.text.segment") {
+    clock.lines = `${clock.lines ?? ""}${time(start)} – ${time(end)}  ${text.trim()}\n`;
+    turn.answer = clock.lines;
+  } else turn.answer += clock.lines && turn.answer === clock.lines ? delta.trimStart() : delta;
+  return true;
+}
+
+const time = seconds => `${Math.floor(seconds / 60)}:${(seconds % 60).toFixed(1).padStart(4, "0")}`;
+
+// Of a chat or a text. Whether the event had anything.
+function addChoice(turn, {choices: [choice], usage}, clock) {
+  clock.tokens = usage?.completion_tokens ?? clock.tokens;
+  if (!choice) return false;
+  clock.ended = choice.finish_reason ?? clock.ended;
+  return add(turn, choice.delta ?? {content: choice.text}, clock);
+}
+
 function add(turn, {content, reasoning, tool_calls: calls}, clock) {
   if (!content && !reasoning && !calls?.length) return false;
   clock.last = performance.now();
