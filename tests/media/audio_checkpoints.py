@@ -25,6 +25,19 @@ NAMES = {"audio_token": "<|audio|>", "audio_bos_token": "<|image_start|>", "audi
 AROUND = "<|image_start|><|audio|><|image_end|>"
 EXTRACTOR = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": MELS}
 GEMMA4 = vision_checkpoints.GEMMA4
+OMNI_VISION: dict[str, Any] = {
+    "depth": 2, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 48, "patch_size": 14,
+}  # fmt: skip
+OMNI_TOKENS = {
+    end: {f"image_token_{end}": 5, f"video_token_{end}": 7, f"audio_token_{end}": AT["<|audio|>"], "vision_start_token_id": 4,
+          "audio_start_token_id": AT["<|image_start|>"], "audio_end_token_id": AT["<|image_end|>"]}
+    for end in ("index", "id")
+}  # fmt: skip
+OMNI_NAMES = {
+    **NAMES, "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_bos_token": "<|vision_start|>",
+    "vision_eos_token": "<|vision_end|>",
+}  # fmt: skip
+OMNI_PIXELS = {"image_processor_type": "Qwen2VLImageProcessor", **vision_checkpoints.QWEN_PIXELS}
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen2_audio": {
         "config": {
@@ -51,6 +64,62 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "placeholder": vision_checkpoints.SPECIAL[24],
         "engine": {"max_model_len": 2048, "max_num_batched_tokens": 256},
     },
+    "qwen2_5_omni": {
+        "model_type": "qwen2_5_omni_thinker",
+        "config": {
+            "text_config": {"model_type": "qwen2_5_omni_text", **TEXT, "rope_parameters": vision_checkpoints.QWEN_ROPE},
+            "vision_config": OMNI_VISION | {"window_size": 56, "fullatt_block_indexes": [1]},
+            "audio_config": {**WHISPER, "n_window": 20, "output_dim": 64, "max_source_positions": 100},
+            **OMNI_TOKENS["index"],
+        },
+        "outer": "qwen2_5_omni",
+        "architecture": "Qwen2_5OmniThinkerForConditionalGeneration",
+        "processor": {"processor_class": "Qwen2_5OmniProcessor"},
+        "preprocessor": {**EXTRACTOR, "chunk_length": 4, **OMNI_PIXELS},
+        "tokens": OMNI_NAMES,
+        "placeholder": AROUND,
+    },
+    "qwen3_omni": {
+        "model_type": "qwen3_omni_moe_thinker",
+        "config": {
+            "text_config": {
+                "model_type": "qwen3_omni_moe_text", **TEXT, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+                "moe_intermediate_size": 32, "rope_parameters": {**vision_checkpoints.QWEN_ROPE, "mrope_interleaved": True},
+            },
+            "vision_config": OMNI_VISION | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1], "depth": 3, "patch_size": 16},
+            "audio_config": {
+                **WHISPER, "n_window": 50, "n_window_infer": 200, "output_dim": 64, "max_source_positions": 100, "downsample_hidden_size": 8,
+            },
+            **OMNI_TOKENS["id"],
+        },
+        "outer": "qwen3_omni_moe",
+        "architecture": "Qwen3OmniMoeThinkerForConditionalGeneration",
+        "processor": {"processor_class": "Qwen3OmniMoeProcessor"},
+        "preprocessor": {**EXTRACTOR, **OMNI_PIXELS, "patch_size": 16},
+        "tokens": OMNI_NAMES,
+        "placeholder": AROUND,
+    },
+    "granite_speech": {
+        "config": {
+            "text_config": {
+                "model_type": "granite", **TEXT, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5,
+                "attention_multiplier": 0.2,
+            },
+            "encoder_config": {
+                "input_dim": 2 * MELS, "num_layers": 2, "hidden_dim": 32, "feedforward_mult": 2, "num_heads": 2, "dim_head": 16, "output_dim": 8,
+                "context_size": 20, "max_pos_emb": 32, "conv_kernel_size": 5,
+            },
+            "projector_config": {
+                "model_type": "blip_2_qformer", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+                "encoder_hidden_size": 32, "cross_attention_frequency": 1,
+            },
+            "audio_token_index": AT["<|audio|>"], "has_lora_adapter": False, "downsample_rate": 5, "window_size": 15,
+        },
+        "architecture": "GraniteSpeechForConditionalGeneration",
+        "processor": {"processor_class": "GraniteSpeechProcessor"},
+        "preprocessor": {"feature_extractor_type": "GraniteSpeechFeatureExtractor", "n_mels": MELS},
+        "placeholder": "<|audio|>",
+    },
     "gemma4_audio": {
         **GEMMA4,
         "model_type": "gemma4",
@@ -74,7 +143,20 @@ def make_checkpoint(kind: str, folder: Path) -> str:
     model = getattr(transformers, made["architecture"])(config)
     vision_checkpoints.draw_weights(model, len(kind))
     model.save_pretrained(folder)
+    if outer := made.get("outer"):
+        inside_a_model_that_speaks(folder, outer)
     return vision_checkpoints.save_processor(made, folder, TEMPLATE)
+
+
+def inside_a_model_that_speaks(folder: Path, kind: str) -> None:
+    """The checkpoint as the thinker of one of this `model_type`, as published ones have it."""
+    from safetensors.torch import load_file, save_file
+
+    config, file = folder / "config.json", folder / "model.safetensors"
+    thinker = json.loads(config.read_text())
+    config.write_text(json.dumps({"model_type": kind, "architectures": ["OmniModel"], "thinker_config": thinker}))  # fmt: skip
+    weights = {f"thinker.{name}": weight for name, weight in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
 
 
 def kinds_of(path: str) -> list[str]:

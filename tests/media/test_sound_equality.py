@@ -30,6 +30,14 @@ def processor(path: str) -> Any:
     return load_processor(path, kinds_of(path))
 
 
+PADDED = ("granite_speech", "qwen3_omni")
+
+
+def two_sounds(kind: str) -> list[np.ndarray]:
+    """Transformers pads the shorter sound of a prompt. Some encoders hear the padding, so that the sound is not what it is alone."""
+    return [sound(1, 1.3), sound(2, 1.3 if kind in PADDED else 0.7)]
+
+
 def given(kind: str, text: str, sounds: Sequence[Any]) -> dict[str, Any]:
     """`@` in the text stands for a sound."""
     prompt = "<s>" + text.replace("@", CHECKPOINTS[kind]["placeholder"])
@@ -65,7 +73,7 @@ def peer(path: str, kind: str, text: str, sounds: Sequence[np.ndarray]) -> tuple
 def test_tokens_and_logits_are_those_of_transformers(
     kind: str, engine: Callable[..., Any], checkpoint: Callable[[str], str]
 ):
-    sounds = [sound(1, 1.3), sound(2, 0.7)]
+    sounds = two_sounds(kind)
     prompt, expected, logits_V = peer(checkpoint(kind), kind, TEXT, sounds)
     params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=20)
     with engine(kind) as llm:
@@ -74,7 +82,9 @@ def test_tokens_and_logits_are_those_of_transformers(
     assert out.prompt_token_ids == prompt
     assert list(out.outputs[0].token_ids) == expected
     assert other.outputs[0].logprobs != out.outputs[0].logprobs
-    logprobs_V = logits_V.float().log_softmax(-1)
+    # The wrapper of Granite leaves this out, and its language model alone does not (docs/models.md).
+    scaling = CHECKPOINTS[kind]["config"]["text_config"].get("logits_scaling", 1.0)
+    logprobs_V = (logits_V.float() / scaling).log_softmax(-1)
     for token, entry in out.outputs[0].logprobs[0].items():
         assert abs(entry.logprob - float(logprobs_V[token])) < 1e-3
 
@@ -85,7 +95,7 @@ def test_tokens_and_logits_are_those_of_transformers(
 def test_a_step_may_end_inside_a_sound(kind, chunk, engine, checkpoint):
     if kind == "voxtral" and chunk == 1:
         pytest.skip("the same as with 5, in 800 steps")
-    sounds = [sound(1, 1.3), sound(2, 0.7)]
+    sounds = two_sounds(kind)
     with engine(kind, long_prefill_token_threshold=chunk) as llm:
         found = tokens(llm, given(kind, TEXT, sounds), params=GREEDY)[0]
         assert passes(llm) == 2
@@ -136,11 +146,16 @@ def test_a_sound_of_one_token(engine, checkpoint):
     assert out.outputs[0].token_ids[0] == int(logits_V.argmax())
 
 
-def test_pictures_and_sound_in_one_prompt(engine, checkpoint):
+PICTURES = {"gemma4_audio": "<|image|>", **dict.fromkeys(("qwen2_5_omni", "qwen3_omni"), "<|vision_start|><|image_pad|><|vision_end|>")}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PICTURES)
+def test_pictures_and_sound_in_one_prompt(kind, engine, checkpoint):
     from vision_checkpoints import picture
 
-    kind, path = "gemma4_audio", checkpoint("gemma4_audio")
-    text, images, sounds = "<s>see <|image|> and hear <|audio|> now", [picture(1)], [sound(1)]
+    path = checkpoint(kind)
+    text = f"<s>see {PICTURES[kind]} and hear {CHECKPOINTS[kind]['placeholder']} now"
+    images, sounds = [picture(1)], [sound(1)]
     inputs = processor(path)(text=[text], images=images, audio=sounds, return_tensors="pt", add_special_tokens=False)  # fmt: skip
     model = transformers_model(path, CHECKPOINTS[kind]["architecture"])
     with torch.inference_mode():

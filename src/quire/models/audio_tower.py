@@ -76,7 +76,8 @@ def why_no_audio(resolved: Resolved) -> str:
     """Why this server's model hears no sound in prompts, as a sentence with the remedy; empty: it does."""
     config = wrapper_config(resolved)
     kind = str(config.get("model_type", ""))
-    if kind not in FAMILY and (why := REFUSED.get(kind)):
+    unless = FAMILY.get(kind, {}).get("unless")
+    if (kind not in FAMILY or (unless and config.get(unless, True))) and (why := REFUSED.get(kind)):
         return f"sound for {kind} is not supported: {why}; send text"
     if _tower(config) is None or kind not in FAMILY:
         return f"this model takes no sound in prompts: send text, or serve a model that hears ({', '.join(FAMILY)})"

@@ -132,7 +132,7 @@ def _read(resolved: Resolved) -> VisionModel:
         patches = max(patches, resolved.max_num_batched_tokens * pooled**2)
     return VisionModel(
         model_type=kind,
-        architecture=str(names[0]),
+        architecture=str(family.get("architecture") or names[0]),
         image_token_id=int(token),
         token=str(family.get("token", "")),
         placeholder=str(family.get("placeholder", "")),

@@ -85,7 +85,7 @@ def load_processor(folder: str, kinds: Sequence[str] = (IMAGE,), tokenizer: str 
     if IMAGE in kinds:
         parts["image_processor"] = lambda: AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)  # fmt: skip
     if AUDIO in kinds:
-        prepare_for_sound()
+        prepare_for_sound(kind.__name__)
         extractor = lambda: AutoFeatureExtractor.from_pretrained(folder, local_files_only=True)  # noqa: E731
         parts |= {"feature_extractor": extractor, "audio_processor": extractor}
 

@@ -8,6 +8,8 @@ Shape suffixes: N samples, M mel bins, W windows, F frames.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -53,5 +55,13 @@ OWN = {"VoxtralProcessor": voxtral_tensors}
 """By class of Transformers: what takes the place of its `_process_audio`."""
 
 
-def prepare_for_sound() -> None:
-    """Nothing needs preparing yet."""
+def prepare_for_sound(processor: str) -> None:
+    """Granite-Speech's feature extractor takes one class of torchaudio, whose builds fit one build of torch each: ours computes the same."""
+    if processor == "GraniteSpeechProcessor":
+        from quire.frontend.media.mel_spectrogram import MelSpectrogram
+
+        module = import_module(
+            "transformers.models.granite_speech.feature_extraction_granite_speech"
+        )
+        transforms = SimpleNamespace(MelSpectrogram=MelSpectrogram)
+        vars(module).update(torchaudio=SimpleNamespace(transforms=transforms), requires_backends=lambda *_: None)  # fmt: skip

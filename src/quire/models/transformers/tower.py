@@ -48,6 +48,8 @@ class TransformersTower:
         if kind is None or (model.vision is not None and not hasattr(kind, "get_image_features")):
             raise Unsupported(f"pictures and sound for {model.architecture}", "send text")
         self.device, self.dtype = device, getattr(torch, spec.dtype)
+        self.inner_width = model.width * model.inner_layers
+        """Features that the language model's first layers add: none of a sound."""
         self.width, self.audio_token_id = model.width, None if model.audio is None else model.audio.token_id  # fmt: skip
         self.model: Any = self._load(kind, spec).to(device).eval()
         _drop_parts(self.model, [name for name in PARTS if getattr(model, name) is None])
@@ -94,7 +96,7 @@ class TransformersTower:
             position_ids=torch.arange(len(tokens), device=self.device)[None], **given,
         )  # fmt: skip
         rows_ND: Tensor = output.last_hidden_state[0, 1:]
-        return rows_ND
+        return nn.functional.pad(rows_ND, (0, self.inner_width))
 
     def _return_embeddings(self) -> None:
         """The language model inside the wrapper returns the embeddings that it gets; the embeddings of texts are zeros."""
