@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
+import os
 import random
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from audio_checkpoints import RATE, sound
@@ -16,7 +20,6 @@ from vision_server import VisionServer, asking, data_url, web_server
 
 from quire import LLM, SamplingParams
 from quire.errors import ValidationError
-from quire.frontend.media.media_processes import MediaProcesses
 from quire.frontend.media.prompt_reader import media_inputs
 from quire.frontend.media.wav import write_wav
 
@@ -176,31 +179,93 @@ def test_damaged_files_are_read_or_refused(server):
     assert codes <= {200, 400}
 
 
-@pytest.mark.attack
-@pytest.mark.parametrize("kind", ["WAV", "FLAC", "OGG", "MP3"])
-def test_two_thousand_damaged_sounds(kind, checkpoint):
-    """In real processes: each is read or refused, and the last good one is read."""
-    made = MediaProcesses(checkpoint("qwen2_audio"), kinds=["audio"])
-    subtype = {"OGG": "VORBIS", "MP3": "MPEG_LAYER_III"}.get(kind, "PCM_16")
-    draw, file, said = random.Random(7), encoded(sound(1), RATE, kind, subtype), list[str]()
-    for _ in range(2000):
-        try:
-            made.hear(damaged(file, draw), "at", 2.0)
-        except ValidationError as error:
-            said.append(str(error))
-    assert all(text.startswith("`at`: ") for text in said)
-    assert made.hear(file, "at", 2.0).tensors
+# -- attacks: real processes decode ---------------------------------------------------------------
+@pytest.fixture(scope="module")
+def attacked(checkpoint: Any) -> Iterator[VisionServer]:
+    made = VisionServer(checkpoint("qwen2_audio"), max_num_batched_tokens=128)
+    yield made
     made.close()
 
 
+def all_statuses(server: VisionServer, bodies: Iterable[dict[str, Any]], at_once: int = 8) -> Counter[int]:  # fmt: skip
+    """Of the answers, by status; some requests at once."""
+    found, waiting = Counter[int](), iter(bodies)
+
+    async def client(http: httpx.AsyncClient) -> None:
+        for body in waiting:
+            answer = await http.post("/v1/chat/completions", json=body)
+            found[answer.status_code] += 1
+            if answer.status_code not in (200, 400):
+                pytest.fail(answer.text)
+            if answer.status_code == 400:
+                assert answer.json()["error"]["param"] == DATA
+
+    async def go() -> None:
+        transport = httpx.ASGITransport(server.app)  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=300) as http:  # fmt: skip
+            await asyncio.gather(*(client(http) for _ in range(at_once)))
+
+    asyncio.run(go())
+    return found
+
+
 @pytest.mark.attack
-def test_an_opus_bomb_is_refused_in_a_real_process(checkpoint):
-    """An hour of silence in a small file."""
+@pytest.mark.parametrize("kind", ["WAV", "FLAC", "OGG", "MP3"])
+def test_two_thousand_damaged_sounds_in_chats(kind, attacked, expected):
+    """Each is read or refused, and the server then answers as before."""
+    subtype = {"OGG": "VORBIS", "MP3": "MPEG_LAYER_III"}.get(kind, "PCM_16")
+    draw, file = random.Random(7), encoded(sound(1), RATE, kind, subtype)
+    bodies = (asking(TEXT, data_part(damaged(file, draw)), max_tokens=1) for _ in range(2000))
+    found = all_statuses(attacked, bodies)
+    assert found.total() == 2000
+    assert found[200]
+    assert found[400]
+    again = attacked.ask("/v1/chat/completions", asking(data_part(FILE), TEXT)).json()
+    assert again["choices"][0]["token_ids"] == expected
+    scheduler = attacked.client.core.scheduler  # type: ignore[attr-defined]
+    assert not scheduler.running
+    assert attacked.state.media_room.taken == 0
+
+
+@pytest.mark.attack
+def test_an_opus_bomb_in_a_chat(attacked, expected):
+    """An hour of silence in a small file; another chat is answered beside it."""
     file = io.BytesIO()
     with soundfile.SoundFile(file, "w", 48_000, 1, format="OGG", subtype="OPUS") as out:
         for _ in range(60):
             out.write(np.zeros(60 * 48_000, np.float32))
-    made = MediaProcesses(checkpoint("qwen2_audio"), kinds=["audio"])
-    with pytest.raises(ValidationError, match="the limit is 600"):
-        made.hear(file.getvalue(), "at", 600.0)
-    made.close()
+    bombs = [asking(TEXT, data_part(file.getvalue()))] * 3
+    assert all_statuses(attacked, [*bombs, asking(TEXT)]) == {400: 3, 200: 1}
+    message, where = attacked.refused(TEXT, data_part(file.getvalue()))
+    assert (where, "the limit is 600" in message) == (DATA, True)
+    again = attacked.ask("/v1/chat/completions", asking(data_part(FILE), TEXT)).json()
+    assert again["choices"][0]["token_ids"] == expected
+
+
+def headers() -> Iterator[bytes]:
+    """WAV files whose headers say wrong channels, rates, widths and sizes."""
+    for at, size in ((4, 4), (16, 4), (20, 2), (22, 2), (24, 4), (28, 4), (32, 2), (34, 2), (40, 4)):  # fmt: skip
+        for value in (0, 1, 2, 6, 7, 8, 255, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFE, 0xFFFFFFFF):
+            yield FILE[:at] + (value % (1 << 8 * size)).to_bytes(size, "little") + FILE[at + size :]
+
+
+@pytest.mark.attack
+def test_wrong_headers_in_chats(attacked):
+    found = all_statuses(attacked, [asking(TEXT, data_part(one), max_tokens=1) for one in headers()])  # fmt: skip
+    assert found.total() == len(list(headers()))
+
+
+@pytest.mark.attack
+def test_a_process_that_is_killed_is_replaced(attacked, expected):
+    """A decoder that crashes takes its process with it: that request is refused, and the next one has a new process."""
+    processes = media_inputs(attacked.engine.front).processes  # type: ignore[union-attr]
+    for _ in range(3):
+        for child in list(processes._idle):
+            child.process.kill()
+        codes = all_statuses(
+            attacked, [asking(TEXT, data_part(FILE + os.urandom(8)), max_tokens=1)]
+        )
+        assert codes.keys() <= {200, 400}
+    assert processes.replaced >= 1
+    again = attacked.ask("/v1/chat/completions", asking(data_part(FILE), TEXT)).json()
+    assert again["choices"][0]["token_ids"] == expected
