@@ -22,6 +22,7 @@ KINDS = {
     "divergence": ("batch_invariance", "how often other requests change a bf16 answer"),
     "structured": ("structured_outputs", "the cost of structured outputs"),
     "embed": ("embed", "embedding and reranking beside sentence-transformers, ONNX and OpenVINO"),
+    "speech": ("speech", "Whisper beside Transformers, faster-whisper and whisper.cpp"),
     "speculation": (
         "speculation",
         "the speed of speculative decoding, beside the same engine without",

