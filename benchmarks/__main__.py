@@ -32,6 +32,7 @@ KINDS = {
     "ranks": ("ranks", "the exchange of ranks beside gloo, and the host's part of their step"),
     "layouts": ("layouts.run", "which layout of several devices would be fastest, on paper"),
     "neighbour": ("neighbour", "decoding beside a busy process, with the peers"),
+    "kept": ("kept.run", "kept KV blocks, swap space and resume, beside computing again"),
     "gpu": ("gpu.run", "a GPU's kernels, steps and serving: checked, then timed"),
 }
 """Word -> (module with `main(argv) -> int`, what it measures)."""
