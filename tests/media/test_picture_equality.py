@@ -300,7 +300,7 @@ def test_a_published_config_without_text_config(tmp_path, same_process, checkpoi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "mode"), [("llava", "data"), ("qwen2_vl", "weights"), ("qwen2_vl", "data"), ("glm4v", "data")])  # fmt: skip
+@pytest.mark.parametrize(("kind", "mode"), [("llava", "data"), ("qwen2_vl", "weights"), ("qwen2_vl", "data"), ("vipllava", "data")])  # fmt: skip
 def test_two_ranks_compute_the_same_tokens(kind, mode, engine, checkpoint):
     text, pictures = "see @ and @ here", [picture(1, **WIDE), picture(2)]
     with engine(kind, tensor_parallel_size=2, mm_encoder_tp_mode=mode) as llm:
