@@ -95,7 +95,7 @@ WIDE: dict[str, dict[str, Any]] = {
     "gemma3": {"hidden_size": 96, "num_attention_heads": 2, "intermediate_size": 100},
     "mistral3": {"hidden_size": 160, "num_attention_heads": 2, "intermediate_size": 100, "head_dim": 80},
 }  # fmt: skip
-QUICK = ("qwen2_5_vl", "gemma3", "mistral3")
+QUICK = ("qwen2_vl", "qwen2_5_vl", "gemma3", "mistral3")
 """Windows, heads of 48 features, other positions. WIDE has sizes that the CPU kernels take: heads of 48 and 80 features, and inner sizes that grow to a multiple of 32."""
 
 

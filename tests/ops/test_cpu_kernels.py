@@ -343,7 +343,7 @@ def test_activations(kernels: bindings.Kernels, act: str) -> None:
 
 
 @pytest.mark.usefixtures("bound")
-@pytest.mark.parametrize("part", [32, 64])
+@pytest.mark.parametrize("part", [32, 36, 40, 64])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotate(part: int, interleaved: bool) -> None:
     rng = draw(part)

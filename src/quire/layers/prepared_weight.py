@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quire.ops.cpu.bindings import Kernels
-from quire.ops.cpu.structs import ACTIVATIONS, HALVES, UNGATED_FROM
+from quire.ops.cpu.structs import ACTIVATIONS, AFTER, HALVES, UNGATED_FROM
 from quire.ops.experts import CodedWeight
 from quire.ops.reference import act_and_mul, activate
 
@@ -55,7 +55,7 @@ class PreparedWeight:
             return HALVES
         if self.gated:
             return ACTIVATIONS[self.act]
-        return 0 if self.after is None else UNGATED_FROM + ACTIVATIONS[self.after]
+        return 0 if self.after is None else UNGATED_FROM + AFTER[self.after]
 
     @staticmethod
     def fits(outs: int, ins: int, gated: bool, step: int) -> bool:

@@ -23,9 +23,10 @@ ACTIVATIONS = {
     "clamped_swiglu": 4,
     "relu2": 5,
     "relu": 7,
-    "quick_gelu": 8,
 }
 """Numbers of the activations of gated layers, and of relu2 and relu (`Activation` in kernels/common.h); 0: none."""
+AFTER = {**ACTIVATIONS, "quick_gelu": 8}
+"""The same, and an activation that no gated layer has."""
 UNGATED_FROM = 16
 """Added to the number of an activation without a gate."""
 
