@@ -133,12 +133,14 @@ def ggml(path: Path) -> Path:
     return file
 
 
+SHOWN = frozenset([*range(33, 127), *range(161, 173), *range(174, 256)])
+HIDDEN = [number for number in range(256) if number not in SHOWN]
+
+
 def raw_bytes(word: str) -> bytes:
     """What a word of a byte-level tokenizer stands for: bytes that cannot be printed are letters from number 256 on."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [number for number in range(256) if number not in shown]
     return bytes(
-        hidden[ord(letter) - 256] if ord(letter) >= 256 else ord(letter) for letter in word
+        HIDDEN[ord(letter) - 256] if ord(letter) >= 256 else ord(letter) for letter in word
     )
 
 
