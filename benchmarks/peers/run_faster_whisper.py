@@ -26,12 +26,15 @@ def main() -> None:
 
     def transcribe(sound: list[Any], output: int) -> list[list[int]]:
         found: list[list[int]] = []
+        most = max(
+            2 * output, output + len(asked["prompt"]) - 1
+        )  # CTranslate2 draws half of it, at most
         for first in range(0, len(sound), BATCH):
             some = sound[first : first + BATCH]
             features = np.stack([extractor(one, padding=0)[:, :3000] for one in some])
             results = model.generate(
                 ctranslate2.StorageView.from_array(np.ascontiguousarray(features, np.float32)), [asked["prompt"]] * len(some),
-                beam_size=1, max_length=len(asked["prompt"]) + output, suppress_blank=False, suppress_tokens=[asked["end"]],
+                beam_size=1, max_length=most, suppress_blank=False, suppress_tokens=[asked["end"]],
             )  # fmt: skip
             found += [one.sequences_ids[0] for one in results]
         return found

@@ -55,6 +55,7 @@ def speech() -> tuple[str, bytes]:
 
 def test_transcriptions(whisper: str, speech: tuple[str, bytes]):
     import litellm
+    import openai
 
     how: dict[str, Any] = {"model": "openai/hears", "api_base": f"{whisper}/v1", "api_key": "x", "file": speech, "language": "en"}  # fmt: skip
     found = litellm.transcription(**how)  # it asks for verbose_json, because of the duration
@@ -64,7 +65,7 @@ def test_transcriptions(whisper: str, speech: tuple[str, bytes]):
     asked = litellm.transcription(**how, response_format="verbose_json")
     assert (asked.text, len(asked.segments)) == (whole["text"], len(whole["segments"]))
     assert len(asked.text) > 5
-    with pytest.raises(litellm.BadRequestError, match="no sound that this server reads"):
+    with pytest.raises(openai.BadRequestError, match="no sound that this server reads"):
         litellm.transcription(**{**how, "file": ("speech.wav", b"text")})
 
 
