@@ -16,7 +16,7 @@ from tests.broken_rule import broken
 GATE, HOOK = "quire.features.kv_tiers.gate", "quire.features.kv_tiers.hook"
 SWAP, POOL = "quire.features.kv_tiers.swap", "quire.kvstore.host_pool"
 TRIALS = 400
-FIRST = {"what left a window stays published": 334}
+FIRST = {"what left a window stays published": 334, "a copy of a failed step is swapped": 180}
 """Where the workloads begin that notice a mutation late."""
 MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     "a row before the records are there": (GATE, "KVTierGate.loaded", "load.read.is_complete", "True"),
@@ -35,6 +35,7 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
         SWAP, "SwapSpace.take_leaving", "leaving, self.leaving = self.leaving, {}",
         "leaving, self.leaving, self.late = getattr(self, 'late', {}), {}, self.leaving",
     ),
+    "a copy of a failed step is swapped": (GATE, "KVTierGate._finish_copies", "sent.has_failed or sent.is_outdated", "False"),
     "a slot with a pin is given up": (POOL, "HostPool.take", "self._idle.popitem(last=False)[1] if self._idle else None", "next(iter((self._idle or self._pinned).values()), None)"),
     "a request that ends keeps its pins": (GATE, "KVTierGate.on_waiting_ended", "self.swap.returned(request)", "pass"),
     "the hash ignores the salt": (
@@ -43,10 +44,14 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
 }  # fmt: skip
 
 
+IN_FAULTY = {"a copy of a failed step is swapped"}
+"""What only workloads notice in which steps fail."""
+
+
 def noticed(name: str) -> bool:
     with broken(*MUTATIONS[name]):
         try:
-            tier_workload.main(TRIALS, FIRST.get(name, 0))
+            tier_workload.main(TRIALS, FIRST.get(name, 0), faulty=name in IN_FAULTY)
         except Exception:
             return True
     return False

@@ -11,6 +11,12 @@ def test_a_block_that_left_its_window_before_its_step_failed() -> None:
     tier_workload.main(1, 334)
 
 
+@pytest.mark.slow
+def test_outputs_equal_the_reference_while_steps_fail() -> None:
+    counts = tier_workload.main(300, faulty=True)
+    assert counts["kv_load_bytes:host"] > 10
+
+
 @pytest.mark.parametrize("first", [0, 150])
 def test_outputs_equal_the_reference_and_nothing_leaks(first: int) -> None:
     counts = tier_workload.main(150, first)

@@ -26,6 +26,7 @@ from quire.config.observe import ObserveConfig  # noqa: E402
 from quire.engine.listener import EngineListener  # noqa: E402
 from quire.features.kv_tiers.copies import BlockCopies  # noqa: E402
 from quire.features.kv_tiers.gate import KVTierGate  # noqa: E402
+from quire.features.kv_tiers.pending import SentCopies  # noqa: E402
 from quire.features.kv_tiers.swap import KIND, SwapSpace  # noqa: E402
 from quire.features.kv_tiers.tier_counts import TierCounts  # noqa: E402
 from quire.features.kv_tiers.transfers import BlockRead  # noqa: E402
@@ -190,9 +191,21 @@ def add_tier(s: workload.Setting, seed: int, stores: dict[Any, ToyStore]) -> KVT
     kv.pool.listeners.append(gate)
     s.core.listeners.append(Forgets(gate))
     run, share = device._run, device.failing_steps
+    faults, failing = random.Random(~seed ^ 91), set[int]()
+    on_taken, swap = gate.swap.on_taken, gate.swap
+
+    def fail_what_writes_it(group: int, block: int, hash: bytes) -> None:
+        """A block is taken whose content a step in flight writes: the step may fail."""
+        if share and faults.random() < 0.5 and (step := swap.written.get((group, hash))):
+            failing.add(step)
+        on_taken(group, block, hash)
+
+    swap.on_taken = fail_what_writes_it  # type: ignore[method-assign]
 
     def copy_and_run(plan: StepPlan) -> None:
-        fails = rng.random() < share
+        fails = rng.random() < share or plan.step in failing
+        if share and gate.sent.get(plan.step, SentCopies()).swaps:
+            fails |= faults.random() < 0.3
         device.failing_steps = float(fails)
         if (extra := plan.extras.get(gate.name)) is not None:
             copies = msgspec.msgpack.decode(extra, type=BlockCopies)
@@ -220,12 +233,15 @@ def add_tier(s: workload.Setting, seed: int, stores: dict[Any, ToyStore]) -> KVT
     return gate
 
 
-def trial(seed: int, stores: dict[Any, ToyStore]) -> dict[str, float]:
-    """The counts of the gate after one random workload, checked."""
+def trial(seed: int, stores: dict[Any, ToyStore], *, faulty: bool = False) -> dict[str, float]:
+    """The counts of the gate after one random workload, checked. `faulty`: requests and steps fail, of the latter mostly those that
+    matter to swap."""
     original, found = workload.draw_setting, []
 
     def drawn(seed: int) -> workload.Setting:
         s = original(seed)
+        if faulty:
+            s.faulty, s.device.failing_steps = True, random.Random(seed).choice([0.001, 0.01, 0.03])
         found.append(add_tier(s, seed, stores))
         return s
 
@@ -252,14 +268,14 @@ def trial(seed: int, stores: dict[Any, ToyStore]) -> dict[str, float]:
     return gate.counts.counts
 
 
-def main(trials: int, first: int = 0) -> dict[str, float]:
+def main(trials: int, first: int = 0, *, faulty: bool = False) -> dict[str, float]:
     logging.disable(logging.CRITICAL)  # these workloads preempt, and fail steps, on purpose
     stores: dict[Any, ToyStore] = {}
     total: dict[str, float] = {}
     try:
         for seed in range(first, first + trials):
             try:
-                for name, number in trial(seed, stores).items():
+                for name, number in trial(seed, stores, faulty=faulty).items():
                     total[name] = total.get(name, 0) + number
             except BaseException:
                 print(f"seed {seed}", file=sys.stderr)
