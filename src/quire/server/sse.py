@@ -66,8 +66,10 @@ class DisconnectGuard:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._listener.remove_done_callback(self._cut)
-        if self._has_cut and self._task is not None:
-            others = self._task.uncancel()
+        # `_cut` may be scheduled already: it must not cancel what comes after.
+        task, self._task = self._task, None
+        if self._has_cut and task is not None:
+            others = task.uncancel()
             if kind is asyncio.CancelledError and not others:
                 raise ClientDisconnect
 
