@@ -28,6 +28,7 @@ FAMILIES: dict[str, tuple[Callable[[random.Random], Sample], float]] = {
     "question": (stories.question, 4),
     "json": (extraction.to_json, 15),
     "tools": (toolbox.call, 12),
+    "calls": (toolbox.calls, 5),
     "tool_result": (results.respond, 9),
     "repeat": (skills.repeat, 12),
     "sort": (skills.sort, 15),

@@ -59,6 +59,7 @@ EXAMS = {
     "tools_none": Exam(
         "say that none of the functions fits", "tools", lambda s, n: _turns(s) == 1 and not s.calls
     ),
+    "calls": Exam("two or three calls at once", "calls", lambda s, n: True),
     "offered": Exam(
         "other tasks while functions are offered",
         None,
@@ -125,7 +126,8 @@ class Answer:
             return _same(text, sample.expected)
         if sample.calls:
             found = re.fullmatch(r"<tool_call>\n(.*)\n</tool_call>", text, re.DOTALL)
-            return bool(found) and _same(found.group(1), sample.expected)
+            made = found[1].split("\n</tool_call>\n<tool_call>\n") if found else []
+            return len(made) == len(sample.calls) and all(map(_same, made, sample.calls))
         if sample.family == "story_chat":
             kind = grammar.hero_kind(text)
             free = sample.expected not in sample.messages[-1]["content"]

@@ -95,23 +95,28 @@ def _plain(rng: random.Random) -> tuple[str, str]:
 
 
 def respond(rng: random.Random) -> Sample:
-    """A conversation in which the function has answered: the sentence that tells its result."""
+    """A conversation in which the function has answered once, or to each of several calls: a sentence for each result."""
     name = rng.choice(list(FACTS)) if rng.random() < 0.75 else rng.choice(list(toolbox.CATALOGUE))
-    text, arguments = toolbox.request(rng, name)
+    if toolbox.has_one_argument(name) and rng.random() < 0.2:
+        text, several = toolbox.requests(rng, name)
+    else:
+        text, one = toolbox.request(rng, name)
+        several = [one]
     known = name in FACTS and rng.random() < 0.92
-    result, answer = _told(rng, name, arguments) if known else _plain(rng)
+    results = [_told(rng, name, each) if known else _plain(rng) for each in several]
+    answer = " ".join(sentence for _, sentence in results)
     offers = [toolbox.offer(name, rng)]
-    made = offers[0].call(arguments)
+    made = [{"type": "function", "function": offers[0].call(each)} for each in several]
     others = [other for other in toolbox.CATALOGUE if other != name]
     offers += [toolbox.offer(other, rng) for other in rng.sample(others, rng.randint(0, 2))]
     rng.shuffle(offers)
-    called = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": made}]}  # fmt: skip
-    told = {"role": "tool", "content": result}
+    called = {"role": "assistant", "content": "", "tool_calls": made}
+    told = [{"role": "tool", "content": result} for result, _ in results]
     return Sample(
         "tool_result",
         answer,
-        key=text + result,
-        messages=[*ask(text, rng.choice(toolbox.SYSTEMS)), called, told],
+        key=text + "".join(result for result, _ in results),
+        messages=[*ask(text, rng.choice(toolbox.SYSTEMS)), called, *told],
         tools=None if rng.random() < 0.1 else [each.schema for each in offers],
         expected=answer,
         every_turn=True,

@@ -125,11 +125,11 @@ def extract(rng: random.Random) -> Sample:
             ("sentiment", "label", "opinion", "category"), opinion, ("positive", "negative")
         )
         return _sample(rng, "review", text, named(rng, [field]))
-    if draw < 0.12 and subject not in ("shopping", "words", "recipe"):
+    if draw < 0.16 and subject not in ("shopping", "words", "recipe"):
         text, made = _several(rng, subject)
         return _sample(rng, subject, text, made)
     text, fields = scenes.scene(rng, subject)
-    if draw < 0.22:  # the words themselves say that JSON is wanted: the usual keys
+    if draw < 0.25:  # the words themselves say that JSON is wanted: the usual keys
         made = named(rng, fields, usual=True)
         request = text + rng.choice(IN_JSON)
         answer = schemas.pieces(made, keys=schemas.VALUE)

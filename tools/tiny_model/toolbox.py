@@ -276,6 +276,30 @@ def request(rng: random.Random, name: str) -> tuple[str, dict[str, Any]]:
     return rng.choice(requests).format(**spoken), values
 
 
+def has_one_argument(name: str) -> bool:
+    """Whether `requests` can ask for the function several times at once."""
+    return len(CATALOGUE[name][1]) == 1
+
+
+def requests(rng: random.Random, name: str) -> tuple[str, list[dict[str, Any]]]:
+    """Return one request for two or three values of the function's one argument, and the arguments of each call."""
+    _, arguments, forms = CATALOGUE[name]
+    ((key, (_, draw)),) = arguments.items()
+    values: list[Any] = []
+    while len(values) < 2 or (len(values) == 2 and rng.random() < 0.3):
+        values = list(dict.fromkeys([*values, draw(rng)]))
+    form, said = rng.choice(forms), words.listing(values)
+    before = form[: form.index("{")].split(" ")[-2:-1]  # the word before the slot: in, of, for
+    draw_form = rng.random()
+    if draw_form < 0.25 and before:
+        said = f" and {before[0]} ".join(values)
+    elif draw_form < 0.4:
+        said = ", ".join(values)
+    elif draw_form < 0.55:
+        return " ".join(form.format(**{key: value}) for value in values), [{key: value} for value in values]  # fmt: skip
+    return form.format(**{key: said}), [{key: value} for value in values]
+
+
 def _asked(
     rng: random.Random, offers: list[Offer], none: float
 ) -> tuple[str, dict[str, Any] | None]:
@@ -310,4 +334,23 @@ def call(rng: random.Random) -> Sample:
         [made] if made else None,
         expected=made or NONE_FITS,
         every_turn=True,
+    )
+
+
+def calls(rng: random.Random) -> Sample:
+    """One request that needs two or three calls of the same function, one for each value that it names."""
+    name = rng.choice([name for name in CATALOGUE if has_one_argument(name)])
+    others = [other for other in CATALOGUE if other != name]
+    offers = [offer(each, rng) for each in [name, *rng.sample(others, rng.choice([0, 0, 1, 2]))]]
+    text, arguments = requests(rng, name)
+    made = [offers[0].call(each) for each in arguments]
+    rng.shuffle(offers)
+    return Sample(
+        "calls",
+        "",
+        text,
+        ask(text, rng.choice(SYSTEMS)),
+        [each.schema for each in offers],
+        made,
+        expected=made,
     )
