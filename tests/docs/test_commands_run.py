@@ -187,6 +187,8 @@ HOW: dict[str, Callable[[Path, list[str]], None] | str] = {
     "python examples/batch.py": "runs as it is: tests/docs/test_examples.py",
     "quire doctor MODEL --max-num-seqs 8": in_terminal(r"This configuration would start\."),
     "quire serve Qwen/Qwen2.5-VL-3B-Instruct": serves("quire-tiny"),
+    "quire serve Qwen/Qwen2-Audio-7B-Instruct": "there is no small model that hears: tests/media serves a random one",
+    "quire serve MODEL --port": "needs a redis and a key file: tests/kv_tiers starts both, with two replicas",
     "quire serve openai/whisper-small": "there is no small speech model: tests/sound serves a random one",
     "quire serve Qwen/Qwen3-0.6B --max-model-len 8192": serves("quire-tiny"),
     "quire serve path/to/a/model --quantization int8": serves("quire-tiny"),

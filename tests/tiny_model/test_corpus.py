@@ -17,6 +17,7 @@ from tools.tiny_model import (
     corpus,
     first_requests,
     grammar,
+    results,
     scenes,
     schemas,
     skills,
@@ -223,3 +224,25 @@ def test_no_request_written_by_hand_was_trained_on():
     texts = {sample.key for sample in first_requests.reworded()}
     assert len(texts) >= 30
     assert not texts & {sample.key for sample in _taken(3000, 1, False, "schema", plain=True)}
+
+
+def test_a_request_for_several_calls_names_each_value():
+    rng = random.Random(1)
+    for _ in range(300):
+        sample = toolbox.calls(rng)
+        assert sample.calls is not None
+        assert len(sample.calls) in (2, 3)
+        values = [str(value) for call in sample.calls for value in call["arguments"].values()]
+        assert len(set(values)) == len(sample.calls)
+        assert all(value in sample.messages[-1]["content"] for value in values)
+
+
+def test_each_of_several_results_is_told():
+    rng, several = random.Random(1), 0
+    for _ in range(300):
+        sample = results.respond(rng)
+        calls = next(m["tool_calls"] for m in sample.messages if m["role"] == "assistant")
+        told = [m for m in sample.messages if m["role"] == "tool"]
+        assert len(told) == len(calls)
+        several += len(told) > 1
+    assert several > 20
