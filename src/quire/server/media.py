@@ -17,6 +17,9 @@ from quire.frontend.media.prompt_reader import need_media
 from quire.server.errors import invalid
 from quire.server.sse import until_disconnect
 
+MOST_ENTRIES = 10_000
+"""Of a field with media; every route refuses longer lists of messages, texts or conversations."""
+
 
 async def read_media(
     messages: Any, name: str, engine: AsyncEngine, scope: str, receive: Receive, options: str = ""
@@ -30,9 +33,16 @@ async def read_media(
         ValidationError: an item that cannot be used; the error names its place. NotFetched: it could not be fetched.
         QueueFull: too many items wait. ClientDisconnect: the client is gone.
     """
+    if isinstance(messages, list) and len(messages) > MOST_ENTRIES:
+        return  # tokens, or refused by the route
     if isinstance(messages, list) and messages and isinstance(messages[0], list):
         for index, conversation in enumerate(messages):
-            await read_media(conversation, f"{name}[{index}]", engine, scope, receive, options)
+            if (
+                isinstance(conversation, list)
+                and conversation
+                and isinstance(conversation[0], dict)
+            ):  # else tokens
+                await read_media(conversation, f"{name}[{index}]", engine, scope, receive, options)
         return
     many = messages if isinstance(messages, list) else [messages]
     if not any(isinstance(one, dict) for one in many):
