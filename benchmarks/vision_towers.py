@@ -203,6 +203,7 @@ def main(argv: Sequence[str]) -> int:
         about = roofline.describe()
         date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
         command = " ".join(["python -m benchmarks towers", *argv])
+        asked.out.mkdir(parents=True, exist_ok=True)
         path = free_name(asked.out, f"{date}-towers-{roofline.slug(about)}")
         kept = {"date": date, "command": command, "commit": commit(), "machine": about, "layers": LAYERS, **found}  # fmt: skip
         path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
