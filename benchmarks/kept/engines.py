@@ -18,7 +18,8 @@ PATIENCE_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is measured. `shorter`: settings that make it faster where its number of layers does not matter."""
+    """The checkpoint that the benchmark runs. `shorter`: engine settings with fewer layers, for measurements that do not depend on the
+    number of layers."""
 
     path: str
     vocab: int

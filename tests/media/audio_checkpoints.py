@@ -149,7 +149,7 @@ def make_checkpoint(kind: str, folder: Path) -> str:
 
 
 def inside_a_model_that_speaks(folder: Path, kind: str) -> None:
-    """The checkpoint as the thinker of one of this `model_type`, as published ones have it."""
+    """Rewrite the checkpoint in the form of published Omni models: config and weights below "thinker", in a wrapper with `model_type` kind."""
     from safetensors.torch import load_file, save_file
 
     config, file = folder / "config.json", folder / "model.safetensors"

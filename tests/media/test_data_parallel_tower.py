@@ -44,7 +44,7 @@ class Counting:
 def with_ranks(
     tower: Tower, size: int, items: Sequence[TowerInput], width: int
 ) -> tuple[list[list[torch.Tensor] | ValueError], list[int]]:
-    """(what each rank gets, how many items each has encoded)."""
+    """Encode the items with `size` ranks. Returns by rank (the rows that `encode` returned or its error, how many items the rank encoded)."""
     barrier, parts = threading.Barrier(size), [torch.empty(0)] * size
     towers = [Counting(tower) for _ in range(size)]
     found: list[list[torch.Tensor] | ValueError] = [[]] * size

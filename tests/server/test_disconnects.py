@@ -1,4 +1,4 @@
-"""A client that disconnects in the moment in which what it waits for is ready."""
+"""A client disconnects in the same turn of the event loop in which its answer is ready."""
 
 from __future__ import annotations
 

@@ -338,7 +338,7 @@ def call(rng: random.Random) -> Sample:
 
 
 def calls(rng: random.Random) -> Sample:
-    """One request that needs two or three calls of the same function, one for each value that it names."""
+    """A request that names two or three values, and one call of the same function for each value."""
     name = rng.choice([name for name in CATALOGUE if has_one_argument(name)])
     others = [other for other in CATALOGUE if other != name]
     offers = [offer(each, rng) for each in [name, *rng.sample(others, rng.choice([0, 0, 1, 2]))]]

@@ -65,9 +65,8 @@ class Request:
     finish: FinishReason | None = None
     preemptions: int = 0
     num_cached_tokens: int = 0  # prompt tokens that came from the prefix cache
-    loaded_tokens: dict[str, int] = field(
-        default_factory=dict
-    )  # of these, by source, what a gate loaded
+    # of num_cached_tokens, those that a gate loaded, by source
+    loaded_tokens: dict[str, int] = field(default_factory=dict)
     num_shared_tokens: int = 0  # leading tokens in blocks that it has published
     queued: float = -1.0  # seconds before its first step; -1: not yet
 

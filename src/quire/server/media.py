@@ -18,7 +18,7 @@ from quire.server.errors import invalid
 from quire.server.sse import until_disconnect
 
 MOST_ENTRIES = 10_000
-"""Of a field with media; every route refuses longer lists of messages, texts or conversations."""
+"""The server looks for media in lists of at most this many entries; the routes refuse longer lists of messages, texts and conversations."""
 
 
 async def read_media(
@@ -33,18 +33,14 @@ async def read_media(
         ValidationError: an item that cannot be used; the error names its place. NotFetched: it could not be fetched.
         QueueFull: too many items wait. ClientDisconnect: the client is gone.
     """
-    if isinstance(messages, list) and len(messages) > MOST_ENTRIES:
-        return  # tokens, or refused by the route
-    if isinstance(messages, list) and messages and isinstance(messages[0], list):
-        for index, conversation in enumerate(messages):
-            if (
-                isinstance(conversation, list)
-                and conversation
-                and isinstance(conversation[0], dict)
-            ):  # else tokens
-                await read_media(conversation, f"{name}[{index}]", engine, scope, receive, options)
-        return
     many = messages if isinstance(messages, list) else [messages]
+    if len(many) > MOST_ENTRIES:
+        return  # tokens, or refused by the route
+    if many and isinstance(many[0], list):
+        for index, one in enumerate(many):
+            if _is_conversation(one):
+                await read_media(one, f"{name}[{index}]", engine, scope, receive, options)
+        return
     if not any(isinstance(one, dict) for one in many):
         return  # texts and tokens of other routes
     places = find_parts(messages, name, options=options)
@@ -55,6 +51,11 @@ async def read_media(
     items = await until_disconnect(receive, loading)
     for place, item in zip(places, items, strict=True):
         place.parts[place.index] = MediaPart(item)
+
+
+def _is_conversation(value: Any) -> bool:
+    """Whether an entry of a list is a list of messages, and not of tokens."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
 def options_of(body: Any, config: MediaConfig) -> str:

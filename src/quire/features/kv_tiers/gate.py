@@ -229,8 +229,8 @@ class KVTierGate(Gate):
         return found
 
     def _by_kind(self, load: TierLoad) -> dict[str, int]:
-        """How many tokens came from each kind of store. A block of several groups counts where its last one was; one that no window
-        has any more, where the first came from."""
+        """Loaded tokens of the prompt by kind of store. A block whose KV groups came from several stores counts for the store of its last
+        group; a block that no window needs any more was not loaded, and counts for the store of the first loaded block."""
         keys, size = load.read.keys, self.kv.block_size
         kinds = {keys[place][0][1]: kind for place, kind in list(load.read.kinds.items())}
         kinds |= {one.key[1]: KIND for one in load.near}

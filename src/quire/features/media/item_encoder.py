@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quire.features.media.encoder_cache import EncoderCache
 from quire.features.media.gate import EncoderCounts
+from quire.models.vision_towers.base import as_tensor
 from quire.protocol.media import ROWS, TowerInput
 
 FAULTS = (ValueError, RuntimeError, TypeError, IndexError, KeyError)
@@ -70,7 +71,7 @@ class ItemEncoder:
         missing: dict[str, TowerInput] = {}
         for key, item in wanted:
             if ROWS in item.tensors:
-                found[key] = self._given(item)
+                found[key] = as_tensor(item.tensors[ROWS], self.device, self.dtype)
                 continue
             self.counts.lookups += 1
             if key in missing or key in found:
@@ -90,12 +91,6 @@ class ItemEncoder:
         counts.cache_bytes = self.cache.num_bytes
         counts.cache_bytes_max = self.cache.most_rows * self.width * self.dtype.itemsize
         return counts
-
-    def _given(self, item: TowerInput) -> Tensor | Exception:
-        given = item.tensors[ROWS]
-        copied = bytearray(given.data)  # torch wants memory that may be written
-        flat_NF = torch.frombuffer(copied, dtype=getattr(torch, given.dtype)).view(given.shape)
-        return flat_NF.to(self.device, self.dtype)
 
     def _passes(self, missing: Sequence[Wanted]) -> Iterator[list[Wanted]]:
         some: list[Wanted] = []

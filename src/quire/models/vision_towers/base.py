@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from quire.errors import ConfigError
 from quire.layers.encoder import EncoderStack
 from quire.layers.linear import Linear
 from quire.layers.norm import Norm
@@ -87,7 +88,7 @@ def fitted(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 class PatchEmbedding(Linear):
-    """A convolution whose stride is its kernel: each patch's values times a weight."""
+    """A convolution whose kernels do not overlap, as a product: the values of each patch times the weight of the convolution."""
 
     def __init__(self, values: int, size: int, *, bias: bool):
         super().__init__(values, size, bias=bias)
@@ -195,6 +196,33 @@ def as_tensor(data: TensorData, device: torch.device | str, dtype: torch.dtype) 
 def first_of(tensors: Mapping[str, TensorData], *names: str) -> TensorData:
     """The first that there is. Raises KeyError: there is none."""
     return next((tensors[name] for name in names if name in tensors), None) or tensors[names[0]]
+
+
+def feature_layers(config: Mapping[str, Any], default: int) -> list[int]:
+    """`vision_feature_layer` of a wrapper's config: one number or several; `default`, where config.json leaves it out."""
+    chosen = config.get("vision_feature_layer", default)
+    return list(chosen) if isinstance(chosen, list | tuple) else [chosen]
+
+
+def stack_ends(outputs: Sequence[int], depth: int) -> tuple[list[int], list[int]]:
+    """(`ends` of `Stacks`; for each of `outputs`, the number of the stack that has its states).
+
+    `outputs`: n means the states after the first n layers; negative numbers count from the end of the `depth` layers, with -1 for all.
+
+    Raises:
+        ConfigError: the tower has fewer layers.
+    """
+    layers = [n if n >= 0 else depth + 1 + n for n in outputs]
+    if not all(0 < n <= depth for n in layers):
+        raise ConfigError(f"vision_feature_layer={list(outputs)} of config.json: the tower has {depth} layers")  # fmt: skip
+    ends = sorted(set(layers))
+    return ends, [ends.index(n) for n in layers]
+
+
+def picture_size(item: TowerInput) -> tuple[int, int]:
+    """(height, width) of the picture in pixels, without the padding that the processor added."""
+    height, width = as_tensor(item.tensors["image_sizes"], "cpu", torch.float32).flatten().tolist()
+    return int(height), int(width)
 
 
 def side(size: Any) -> int:

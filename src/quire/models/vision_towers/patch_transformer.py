@@ -15,14 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.errors import ConfigError
 from quire.forward_context import forward_context, packed_batch
 from quire.layers.decoder_layer import SelfAttention
 from quire.layers.embedding import Embedding
 from quire.layers.encoder import EncoderLayer, UngatedMLP
 from quire.layers.norm import LayerNorm
 from quire.layers.weight_slots import Layer
-from quire.models.vision_towers.base import LayerSizes, PatchEmbedding, Stacks, grown, side
+from quire.models.vision_towers.base import (
+    LayerSizes,
+    PatchEmbedding,
+    Stacks,
+    grown,
+    side,
+    stack_ends,
+)
 
 NAMES = ("q_proj", "k_proj", "v_proj", "qkv_proj", "out_proj")
 LAYER_NAMES = ("self_attn", "layer_norm1", "mlp", "layer_norm2")
@@ -32,7 +38,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "siglip_vision_model": {},
     "idefics3": {"hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32},
 }
-"""What Transformers takes where config.json leaves it out, by model_type; Idefics3 for others."""
+"""By model_type of the vision tower: the values that Transformers takes for keys that config.json leaves out. Towers with another
+model_type have the values of Idefics3."""
 COMMON = {
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12, "image_size": 224,
     "patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
@@ -70,9 +77,6 @@ class PatchTransformer(nn.Module):
         self.patch, self.resampled, self.size = side(get["patch_size"]), resampled, int(get["hidden_size"])  # fmt: skip
         self.side, has_class = side(get["image_size"]) // self.patch, kind == CLIP
         depth, norm = int(get["num_hidden_layers"]), partial(LayerNorm, self.size, eps=get["layer_norm_eps"], bias=True)  # fmt: skip
-        layers = [depth] if outputs is None else [n if n >= 0 else depth + 1 + n for n in outputs]
-        if not all(0 < n <= depth for n in layers):
-            raise ConfigError(f"vision_feature_layer={list(outputs or ())} of config.json: the tower has {depth} layers")  # fmt: skip
         self.checkpoint_names = {
             "patch_embedding": "embeddings.patch_embedding", "positions": "embeddings.position_embedding",
             "first": "embeddings", "first_norm": "pre_layrnorm", "stacks": "",
@@ -82,10 +86,9 @@ class PatchTransformer(nn.Module):
         self.first = ClassEmbedding(self.size) if has_class else None
         self.first_norm = norm() if has_class else None
         sizes = LayerSizes(self.size, int(get["num_attention_heads"]), grown(int(get["intermediate_size"])), get["hidden_act"])  # fmt: skip
-        self.ends = sorted(set(layers))
-        self.order = [self.ends.index(n) for n in layers]
+        ends, self.order = stack_ends([-1] if outputs is None else outputs, depth)
         self.stacks = Stacks(
-            self.ends, partial(_layer, sizes, norm), final_norm=norm() if outputs is None else None,
+            ends, partial(_layer, sizes, norm), final_norm=norm() if outputs is None else None,
             names=("encoder.layers", "post_layernorm"),
         )  # fmt: skip
 

@@ -30,8 +30,11 @@ from quire.models.vision_towers.base import (
     Perceptron,
     Stacks,
     as_tensor,
+    feature_layers,
     grown,
+    picture_size,
     side,
+    stack_ends,
 )
 from quire.models.vision_towers.patch_transformer import patches_of
 from quire.models.wrapper_config import language_config
@@ -62,19 +65,16 @@ class PixtralTower(NativeTower):
             "patches": "vision_tower.patch_conv", "first_norm": "vision_tower.ln_pre", "stacks": "",
             "projector": "multi_modal_projector",
         }  # fmt: skip
-        chosen = config.get("vision_feature_layer", self.layer)
-        layers = [n if n >= 0 else depth + 1 + n for n in (chosen if isinstance(chosen, list) else [chosen])]  # fmt: skip
+        ends, self.order = stack_ends(feature_layers(config, self.layer), depth)
         self.patches = PatchEmbedding(grown(3 * self.patch**2), size, bias=False)
         self.first_norm = RMSNorm(size, eps=EPS)
-        self.ends = sorted(set(layers))
-        self.order = [self.ends.index(n) for n in layers]
         rope = {"rope_type": "axial_alternating", "rope_theta": float(theta)}
         self.stacks = Stacks(
-            self.ends, partial(_layer, sizes), rope=LayerRope(sizes.head_dim, rope),
+            ends, partial(_layer, sizes), rope=LayerRope(sizes.head_dim, rope),
             names=("vision_tower.transformer.layers", ""),
         )  # fmt: skip
         self.projector = Perceptron(
-            (size * len(layers), width, width), ("linear_1", "linear_2"),
+            (size * len(self.order), width, width), ("linear_1", "linear_2"),
             act=config.get("projector_hidden_act", "gelu"), bias=self.has_bias(config),
         )  # fmt: skip
 
@@ -91,7 +91,7 @@ class PixtralTower(NativeTower):
         grids = [as_tensor(item.tensors["pixel_values"], device, dtype) for item in items]
         patches = [
             patches_of(pixels_PCHW, self.patch)[0, : height // self.patch, : width // self.patch]
-            for pixels_PCHW, (height, width) in zip(grids, map(size_of, items), strict=True)
+            for pixels_PCHW, (height, width) in zip(grids, map(picture_size, items), strict=True)
         ]
         shapes = [tuple(one.shape[:2]) for one in patches]
         places_TC = torch.from_numpy(np.concatenate([np.indices(shape).reshape(2, -1).T for shape in shapes]))  # fmt: skip
@@ -143,9 +143,3 @@ def _layer(sizes: LayerSizes, i: int) -> EncoderLayer:
     attention = SelfAttention(sizes, i, causal=False)
     norms = [RMSNorm(sizes.hidden_size, eps=EPS) for _ in range(2)]
     return EncoderLayer(attention, norms[0], GatedMLP(sizes), norms[1], names=LAYER_NAMES, pre_norm=True)  # fmt: skip
-
-
-def size_of(item: TowerInput) -> tuple[int, int]:
-    """(height, width) of a picture in pixels, without what the processor padded."""
-    height, width = as_tensor(item.tensors["image_sizes"], "cpu", torch.float32).flatten().tolist()
-    return int(height), int(width)

@@ -20,7 +20,13 @@ from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.weight_slots import Layer
 from quire.models.vision import tower_config
-from quire.models.vision_towers.base import NativeTower, Perceptron, as_tensor
+from quire.models.vision_towers.base import (
+    NativeTower,
+    Perceptron,
+    as_tensor,
+    feature_layers,
+    picture_size,
+)
 from quire.models.vision_towers.patch_transformer import PatchTransformer
 from quire.protocol.media import TowerInput
 
@@ -80,8 +86,7 @@ class LlavaTower(TileTower):
 
     def __init__(self, config: Mapping[str, Any], width: int):
         super().__init__()
-        chosen = config.get("vision_feature_layer", self.layer)
-        layers = list(chosen) if isinstance(chosen, list | tuple) else [chosen]
+        layers = feature_layers(config, self.layer)
         self.vision = PatchTransformer(tower_config(config), layers)
         self.skips = int(config.get("vision_feature_select_strategy", self.select) == "default")
         self.projector = Perceptron(
@@ -133,7 +138,7 @@ class LlavaNextTower(LlavaTower):
             return torch.cat((all_PLF[0], self.line_end.row_F[None]))
         tiles = all_PLF[1:].unflatten(1, (side, side)).unflatten(0, self._grid(item))
         whole_HWF = tiles.transpose(1, 2).flatten(2, 3).flatten(0, 1)
-        whole_HWF = self.shrunk(unpadded(whole_HWF, self._size(item)))
+        whole_HWF = self.shrunk(unpadded(whole_HWF, picture_size(item)))
         ends_HF = self.line_end.row_F.expand(len(whole_HWF), 1, -1)
         return torch.cat((all_PLF[0], torch.cat((whole_HWF, ends_HF), 1).flatten(0, 1)))
 
@@ -141,15 +146,9 @@ class LlavaNextTower(LlavaTower):
         """A picture of too many rows, made smaller."""
         return whole_HWF
 
-    def _size(self, item: TowerInput) -> tuple[int, int]:
-        height, width = (
-            as_tensor(item.tensors["image_sizes"], "cpu", torch.float32).flatten().tolist()
-        )
-        return int(height), int(width)
-
     def _grid(self, item: TowerInput) -> tuple[int, int]:
         """Rows and columns of tiles."""
-        height, width = best_resolution(self._size(item), self.grids)
+        height, width = best_resolution(picture_size(item), self.grids)
         return height // self.pixels, width // self.pixels
 
 

@@ -55,7 +55,7 @@ async def page(request: Request) -> Response:
 
 
 async def ui_defaults(request: Request) -> Response:
-    """What a request gets for each sampling parameter that it leaves out, the length of the context, and what it may have beside text."""
+    """For the page's options: the server's default of each sampling parameter, the length of the context, and the media that the model takes."""
     same_site(request)
     front = state_of(request).serving().front
     inputs = front.inputs
