@@ -86,6 +86,7 @@ CONSTANT = re.compile(r"^((?:MAX|MOST)_[A-Z_]+)(?:: \w+)? = \(?\s*[\d(]", re.M)
 NOT_OF_REQUESTS = {
     "quire.server.process.accept.MAX_ACCEPTS",  # in one turn of the loop
     "quire.server.request_body.MOST_NAME",  # how an unknown field is compared
+    "quire.server.media.MOST_ENTRIES",  # where media are looked for; the routes limit the lists
     "quire.protocol.validators.MAX_BIAS",  # a range, not a size
     "quire.features.structured.grammar.MAX_TOLD",  # a message is cut
     "quire.features.structured.masks.MAX_DEATHS",
