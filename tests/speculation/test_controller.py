@@ -126,6 +126,25 @@ def test_an_interruption_does_not_raise_the_price_of_draft_tokens() -> None:
     assert {0: 3} in given
 
 
+@pytest.mark.parametrize("paused", [64, 160, 480])
+def test_an_interruption_of_a_step_with_prompt_tokens_does_not_end_draft_tokens(
+    paused: int,
+) -> None:
+    """The engine is paused while a request enters."""
+    controller = SpeculationController(3)
+    controller.enter(0)
+    without = 0
+    for step in range(1000):
+        limits = controller.limits({0: 3})
+        without += not limits and step >= 64
+        if limits:
+            controller.learn(0, limits[0], limits[0])
+        seconds, decodes = (4.0, False) if step % 32 == 0 else (1.0, True)
+        seconds *= 1000 if step == paused else 1
+        controller.record(1, 1 + sum(limits.values()), sum(limits.values()), seconds, decodes)
+    assert without <= 20
+
+
 def test_a_fixed_number_stays() -> None:
     controller = SpeculationController(3, fixed=True)
     controller.enter(0)

@@ -54,6 +54,7 @@ class _BatchSize:
         best: whether draft tokens were faster; None: not measured.
         plain_s, drafted_s: mean seconds of a step without prompt tokens: without and with draft tokens.
         num_drafts: mean draft tokens of the second.
+        prompt_s: mean seconds of a step with prompt tokens.
     """
 
     speculates: bool = False
@@ -63,11 +64,15 @@ class _BatchSize:
     plain_s: float = 0.0
     drafted_s: float = 0.0
     num_drafts: float = 0.0
+    prompt_s: float = 0.0
     rates: dict[bool, _Rate] = field(default_factory=lambda: {True: _Rate(), False: _Rate()})
 
-    def measure(self, num_drafts: int, seconds: float) -> float:
-        """A step without prompt tokens took `seconds`. Returns them, at most twice the mean: longer is an interruption."""
-        if num_drafts:
+    def measure(self, num_drafts: int, seconds: float, decodes: bool) -> float:
+        """A step took `seconds`. Returns them, at most twice the mean: longer is an interruption, as when the engine is paused."""
+        if not decodes:
+            seconds = min(seconds, 2 * self.prompt_s or seconds)
+            self.prompt_s = _moved(self.prompt_s, seconds)
+        elif num_drafts:
             seconds = min(seconds, 2 * self.drafted_s or seconds)
             self.drafted_s = _moved(self.drafted_s, seconds)
             self.num_drafts = _moved(self.num_drafts, num_drafts)
@@ -167,7 +172,7 @@ class SpeculationController:
         self._steps += 1
         size = self._of(num_rows)
         if self._steps > COLD_STEPS and seconds:
-            seconds = size.measure(num_drafts, seconds) if decodes else seconds
+            seconds = size.measure(num_drafts, seconds, decodes)
             rate = size.rates[size.speculates]
             rate.tokens, rate.seconds = rate.tokens + num_tokens, rate.seconds + seconds
         used = 1.0
