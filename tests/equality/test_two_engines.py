@@ -11,12 +11,12 @@ import torch
 from equality.engines import engine, greedy, make_checkpoint, prompts
 
 from quire.layers.prepared_weight import PreparedWeight
-from quire.ops.cpu import bindings, build, isa
+from quire.ops.cpu import bindings
 from quire.quantization.bf16_packed import PackedBf16Weight
 from quire.quantization.int4 import Int4Weight
 from quire.quantization.int8 import Int8Weight
+from tests.kernel_builds import BUILDS, kernels_of
 
-BUILDS = [each.name for each in isa.usable()]
 ROWS = [1, 40, 100]  # ways that the kernels take; more is the same as with one engine
 
 
@@ -27,14 +27,10 @@ def weight(scheme: str, rng: torch.Generator, kernels: bindings.Kernels) -> Prep
     return {"int8": Int8Weight, "int4": Int4Weight}[scheme].of(outs_OI, False, kernels)
 
 
-@pytest.mark.skipif(not BUILDS, reason="this CPU runs none of the kernels' builds")
 @pytest.mark.parametrize("scheme", ["bfloat16", "int8", "int4"])
-@pytest.mark.parametrize("name", BUILDS or ["none"])
+@pytest.mark.parametrize("name", BUILDS)
 def test_linears_at_the_same_time(name: str, scheme: str) -> None:
-    try:
-        kernels = bindings.load(name)
-    except build.Missing as why:
-        pytest.skip(str(why))
+    kernels = kernels_of(name)
     rng = torch.Generator().manual_seed(1)
     linears = [weight(scheme, rng, kernels) for _ in range(2)]
     inputs = [[torch.randn(rows, 1024, generator=rng).bfloat16() for rows in ROWS] for _ in linears]

@@ -6,18 +6,15 @@ import pytest
 import torch
 
 from quire.ops import masked_argmax
-from quire.ops.cpu import bindings, build, isa
 from quire.ops.cpu import masked_argmax as native
+from tests.kernel_builds import BUILDS, kernels_of
 
 SIZES = [(1, 1), (3, 15), (2, 16), (5, 33), (4, 259), (7, 1000), (2, 4099)]
 
 
-@pytest.fixture(autouse=True, params=[each.name for each in isa.usable()])
+@pytest.fixture(autouse=True, params=BUILDS)
 def built(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    try:
-        kernels = bindings.load(request.param)
-    except build.Missing as why:
-        pytest.skip(str(why))
+    kernels = kernels_of(request.param)
     monkeypatch.setattr(native, "library", lambda: kernels)
 
 

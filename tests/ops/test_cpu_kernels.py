@@ -15,18 +15,16 @@ from torch.nn import functional as F
 
 from quire.attention.cpu import cache_addresses
 from quire.ops import reference
-from quire.ops.cpu import bindings, build, isa
+from quire.ops.cpu import bindings
 from quire.ops.cpu.structs import ACTIVATIONS
+from tests.kernel_builds import BUILDS, kernels_of
 
 ADDRESS = Tensor.data_ptr
 
 
-@pytest.fixture(params=[each.name for each in isa.usable()])
+@pytest.fixture(params=BUILDS)
 def kernels(request: pytest.FixtureRequest) -> bindings.Kernels:
-    try:
-        return bindings.load(request.param)
-    except build.Missing as why:
-        pytest.skip(str(why))
+    return kernels_of(request.param)
 
 
 def draw(seed: int) -> torch.Generator:

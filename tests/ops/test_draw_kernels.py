@@ -11,21 +11,19 @@ import torch
 from worker.reference_limits import all_survivors, limits_of, tied_logits
 
 from quire.ops import masked_argmax
-from quire.ops.cpu import bindings, build, isa
+from quire.ops.cpu import build
 from quire.worker.sampling.cpu_ops import CpuSamplerOps
 from quire.worker.sampling.gumbel import draw, draw_among, keys, seed_words
 from quire.worker.sampling.row_params import ROW_PARAMS
 from quire.worker.sampling.top_k_top_p import cutoff, draw_top_k_top_p
+from tests.kernel_builds import BUILDS, kernels_of
 
 SIZES = [1, 7, 16, 33, 700, 5000]
 
 
-@pytest.fixture(params=[each.name for each in isa.usable()])
+@pytest.fixture(params=BUILDS)
 def native(request: pytest.FixtureRequest) -> CpuSamplerOps:
-    try:
-        return CpuSamplerOps(bindings.load(request.param))
-    except build.Missing as why:
-        pytest.skip(str(why))
+    return CpuSamplerOps(kernels_of(request.param))
 
 
 def some(count: int, vocab: int, seed: int) -> tuple[torch.Tensor, np.ndarray, torch.Tensor]:

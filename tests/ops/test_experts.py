@@ -15,7 +15,7 @@ from quire.layers.mla import LatentProjections
 from quire.layers.moe import Experts
 from quire.layers.prepared_weight import PreparedWeight
 from quire.ops import experts as definitions
-from quire.ops.cpu import bindings, build, isa
+from quire.ops.cpu import bindings
 from quire.ops.cpu import experts as cpu_experts
 from quire.ops.cpu.structs import ACTIVATIONS, CExperts, CWeight
 from quire.ops.experts import HeadWeights, Routing
@@ -25,6 +25,7 @@ from quire.quantization.bf16_packed import PackedBf16Weight
 from quire.quantization.gguf_blocks import BlockRows, BlocksWeight
 from quire.quantization.int4 import Int4Weight
 from quire.quantization.int8 import Int8Weight
+from tests.kernel_builds import BUILDS, kernels_of
 
 HIDDEN, INNER, EXPERTS, CHOSEN = 128, 96, 7, 3
 Make = Callable[[Tensor, bool, bindings.Kernels | None], PreparedWeight]
@@ -43,12 +44,9 @@ def _blocks(weight_OI: Tensor) -> BlockRows:
     return BlockRows("Q4_0", torch.from_numpy(blocks))
 
 
-@pytest.fixture(params=[each.name for each in isa.usable()])
+@pytest.fixture(params=BUILDS)
 def kernels(request: pytest.FixtureRequest) -> bindings.Kernels:
-    try:
-        return bindings.load(request.param)
-    except build.Missing as why:
-        pytest.skip(str(why))
+    return kernels_of(request.param)
 
 
 class Mixture:

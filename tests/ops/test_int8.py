@@ -6,22 +6,17 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from quire.ops.cpu import bindings, build, isa
 from quire.quantization.int8 import Int8Weight, quantize
+from tests.kernel_builds import BUILDS, QUICK, kernels_of
 
-BUILDS = [each.name for each in isa.usable()]
 SHAPES = [(1, 64, 64), (3, 45, 128), (17, 128, 1024), (33, 96, 192), (200, 128, 576)]
 
 
-@pytest.mark.skipif(not BUILDS, reason="this CPU runs none of the kernels' builds")
-@pytest.mark.parametrize("name", BUILDS or ["none"])
+@pytest.mark.parametrize("name", BUILDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("gated", [False, True])
 def test_kernels_equal_the_definition(name: str, shape: tuple[int, int, int], gated: bool) -> None:
-    try:
-        kernels = bindings.load(name)
-    except build.Missing as why:
-        pytest.skip(str(why))
+    kernels = kernels_of(name)
     rows, outs, ins = shape
     outs = 128 if gated else outs
     rng = torch.Generator().manual_seed(rows)
@@ -40,14 +35,10 @@ def test_kernels_equal_the_definition(name: str, shape: tuple[int, int, int], ga
         assert torch.equal(mine.multiply(x[row : row + 1].clone(), bias)[0], got[row])
 
 
-@pytest.mark.skipif(not BUILDS, reason="this CPU runs none of the kernels' builds")
-@pytest.mark.parametrize("name", BUILDS or ["none"])
+@pytest.mark.parametrize("name", BUILDS)
 def test_splitting_wide_inputs_changes_no_bit(name: str) -> None:
     """As many rows and inputs as are met some steps at a time, beside so few rows that they are not."""
-    try:
-        kernels = bindings.load(name)
-    except build.Missing as why:
-        pytest.skip(str(why))
+    kernels = kernels_of(name)
     rng = torch.Generator().manual_seed(9)
     x = torch.randn(520, 5248, generator=rng).bfloat16()
     linear = Int8Weight.of(torch.randn(192, 5248, generator=rng).bfloat16(), True, kernels)
@@ -60,7 +51,7 @@ def test_rows_of_zeros_stay_zeros() -> None:
     weight[5] = 0
     x = torch.zeros(2, 64).bfloat16()
     x[1] = 1
-    for kernels in (None, *(bindings.load(name) for name in BUILDS[:1])):
+    for kernels in (None, *(kernels_of(name) for name in QUICK[:1])):
         y = Int8Weight.of(weight, False, kernels).multiply(x)
         assert not y[0].any()
         assert y[1, 5] == 0

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from quire.ops import recurrent
-from quire.ops.cpu import bindings, build, isa
 from quire.ops.cpu import recurrent as native
 from quire.ops.recurrent import Gates, StateRows, recurrence_shape, scan_shape
+from tests.kernel_builds import BUILDS, kernels_of
 
 LENGTHS = (5, 1, 21, 2)
 ROWS = (4, 0, 2, 5)  # of six
@@ -141,12 +141,9 @@ def test_definitions_do_not_depend_on_cuts(dtype: torch.dtype, odd: bool) -> Non
         check_kept_states(name, problem, problem.op.reference)
 
 
-@pytest.fixture(params=[each.name for each in isa.usable()])
+@pytest.fixture(params=BUILDS)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    try:
-        found = bindings.load(request.param)
-    except build.Missing as why:
-        pytest.skip(str(why))
+    found = kernels_of(request.param)
     monkeypatch.setattr(native, "best", lambda: found)
     return str(request.param)
 

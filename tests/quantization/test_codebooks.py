@@ -15,11 +15,12 @@ from quire.quantization.codebooks import BOOKS
 from quire.quantization.group_quant import Grouped
 from quire.quantization.int4 import Int4Weight
 from quire.quantization.int8 import quantize
+from tests.kernel_builds import BUILDS, kernels_of
 from tests.models.harness import Runner
 from tests.models.test_native import build, texts
 from tests.models.test_native import plain as transformers_logits
 from tests.quantization import writers
-from tests.quantization.test_int4 import BUILDS, activations, kernels_of
+from tests.quantization.test_int4 import activations
 from tests.quantization.test_quantized_experts import oss_in_mxfp4
 from tests.quantization.test_quantized_formats import quantized
 

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from quire.config.checkpoint_quantization import BLOCKS
 from quire.models.gguf.header import TYPES
-from quire.ops.cpu import isa
 from quire.quantization.gguf_blocks import BlockRows, BlocksWeight
 from quire.quantization.gguf_forms import FORMS
+from tests.kernel_builds import BUILDS, QUICK, kernels_of
 from tests.models.gguf_files import HALVES, random_blocks
-from tests.quantization.test_int4 import activations, kernels_of
+from tests.quantization.test_int4 import activations
 
-BUILDS = [each.name for each in isa.usable()]
 ROWS = (1, 2, 3, 5, 17, 50)
 
 
@@ -67,7 +66,7 @@ def test_stored_numbers_mean_what_gguf_says(kind: str) -> None:
         w = w - minimum.repeat_interleave(form.group, 1)
     assert torch.equal(w, dequantized(part))
     assert torch.equal(form.floats(part.rows_ON), w)
-    for name in BUILDS:
+    for name in QUICK:
         ids = torch.tensor([69, 0, 31, 32, 5])
         weight = BlocksWeight([part], False, kernels_of(name))
         assert weight.rows is not None

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.ops.cpu import bindings, build, isa
 from quire.quantization.group_quant import Grouped
 from quire.quantization.int4 import Int4Weight, quantize_groups, quantize_groups_by
 from quire.quantization.int8 import Int8Weight, quantize, quantize_by
+from tests.kernel_builds import BUILDS, QUICK, kernels_of
 
-BUILDS = [each.name for each in isa.usable()]
 # rows, outputs, inputs, inputs of a group
 SHAPES = [
     *((1, 64, 64, 32), (2, 45, 128, 64), (3, 32, 256, 128), (5, 64, 96, 96), (12, 64, 1024, 128)),
@@ -30,13 +29,6 @@ def random_weight(outs: int, ins: int, group: int, seed: int, ordered: bool = Fa
         torch.randint(0, 16, (outs, groups), generator=draw, dtype=torch.uint8),
         torch.randperm(ins, generator=draw).int() if ordered else None,
     )
-
-
-def kernels_of(name: str) -> bindings.Kernels:
-    try:
-        return bindings.load(name)
-    except build.Missing as why:
-        pytest.skip(str(why))
 
 
 def activations(rows: int, ins: int) -> Tensor:
@@ -92,7 +84,7 @@ def test_rows_of_zeros_stay_zeros() -> None:
     x = torch.zeros(2, 64).bfloat16()
     x[1] = 1
     weight = quantize_groups(torch.ones(32, 64), 32)
-    for kernels in (None, *(kernels_of(name) for name in BUILDS[:1])):
+    for kernels in (None, *(kernels_of(name) for name in QUICK[:1])):
         y = Int4Weight(weight, False, kernels).multiply(x)
         assert not y[0].any()
         assert (y[1] == 64).all()

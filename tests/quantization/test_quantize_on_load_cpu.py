@@ -12,14 +12,12 @@ from quire.layers.linear import Linear
 from quire.layers.prepared_weight import PreparedWeight
 from quire.layers.weight_slots import slots_of
 from quire.models.construction import construction
-from quire.ops.cpu import isa
 from quire.quantization.apply import MAKERS
 from quire.quantization.int8 import Int8Weight
 from quire.quantization.packing import Packing
 from quire.quantization.quantize_on_load_cpu import quantize_later
-from tests.quantization.test_int4 import kernels_of
+from tests.kernel_builds import BUILDS, kernels_of
 
-BUILDS = [each.name for each in isa.usable()]
 CPU = torch.device("cpu")
 
 

@@ -176,7 +176,8 @@ def make(isa: Isa, folder: Path) -> Path:
     command, texts = [compiler(), *FLAGS, *isa.flags], sources()
     target = folder / file_name(isa, texts)
     log.info(
-        "compiling the CPU kernels for %s once; this takes about ten seconds on two cores", isa.name
+        "compiling the CPU kernels for %s once; this takes about half a minute on two cores",
+        isa.name,
     )
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         for name, text in texts.items():
