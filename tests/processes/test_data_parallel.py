@@ -104,12 +104,12 @@ def test_a_dead_engine_disturbs_no_other(server: Served) -> None:
     found: list[httpx.Response] = []
 
     def ask() -> None:
-        found.append(asked(server, max_tokens=100, ignore_eos=True))
+        found.append(asked(server, max_tokens=800, ignore_eos=True))
 
     threads = [threading.Thread(target=ask) for _ in range(12)]
     for thread in threads:
         thread.start()
-    until(lambda: server.metric("vllm:num_requests_running") > 1 or len(found) == 12)
+    until(lambda: server.metric("vllm:num_requests_running", 'engine="1"') >= 1)
     os.kill(second, signal.SIGKILL)
     told = {"status": "engine 1 is being restarted"}  # with status 503
     until(lambda: (found := server.client.get("/health/ready")).is_error and found.json() == told)
