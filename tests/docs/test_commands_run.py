@@ -269,6 +269,7 @@ def test_each_command_has_a_line_and_each_line_a_command():
     assert len(ALL) > 25
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("command", list(cases()))
 def test_a_command_runs(command: Command, tmp_path: Path):
     how = HOW[str(key_of(command))]

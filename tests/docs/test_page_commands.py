@@ -186,6 +186,7 @@ def pooling_server() -> Iterator[Served]:
         yield found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("command", REQUESTS, ids=lambda one: f"{one.page}: {one.words[1:3]}")
 def test_the_server_answers_a_request(request: pytest.FixtureRequest, command: Command):
     pooling = command.page == "pooling.md"

@@ -8,6 +8,7 @@ import pytest
 import workload
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("first", range(0, 600, 100))
 def test_outputs_equal_the_reference_and_no_block_leaks(first: int) -> None:
     logging.disable(logging.CRITICAL)

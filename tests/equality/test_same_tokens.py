@@ -45,6 +45,7 @@ def same(got: list[list[int]], want: list[list[int]]) -> None:
         assert mine == theirs, f"prompt {index}"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_tokens_equal_transformers(kind: str, checkpoint: Checkpoint) -> None:
     path = checkpoint(kind)
@@ -65,6 +66,7 @@ def test_no_setting_changes_a_token(kind: str, setting: str, checkpoint: Checkpo
         same(one.tokens(prompts(6), greedy(COUNT)), reference(path))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("depth", "kind"),
     [(1, "qwen3"), (1, "gemma4_text"), *((2, kind) for kind in ("qwen3", "mistral", "cwm", "mamba"))],

@@ -55,6 +55,7 @@ def gap_and_rounding(path: str, tokens: list[int], one: int, other: int) -> tupl
     return float((exact_V[one] - exact_V[other]).abs()), float((rounded_V - exact_V).abs().max())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("setting", COMPANY)
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_near_ties_differ(

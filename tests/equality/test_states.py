@@ -60,6 +60,7 @@ def from_scratch(path: str, texts: list[list[int]], count: int) -> list[list[int
     return out
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("depth", "settings"),
     [
@@ -157,6 +158,7 @@ def test_a_nan_stays_in_its_row(model):
         assert [got[f"n{i}"] for i in (0, 2, 3, 4, 5)] == [expected[i] for i in (0, 2, 3, 4, 5)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("level", [1, 2])
 def test_tokens_are_the_same_after_sleep(model, level):
     path, expected = model

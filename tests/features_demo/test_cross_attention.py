@@ -90,6 +90,7 @@ def encoded(one: Engine) -> int:
     return int(count)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_tokens_are_those_of_plain_torch(path: str, expected: list[list[int]], depth: int) -> None:
     with cross_engine(path, depth) as one:

@@ -71,6 +71,7 @@ def folder(checkpoint: Callable[..., str], tmp_path_factory: pytest.TempPathFact
     return folder
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_bits_or_the_key_changes_names(
     change: str, folder: Path, checkpoint: Callable[..., str], tmp_path: Path

@@ -69,6 +69,7 @@ def sometimes(read: Any, key: Any, length: int, record: memoryview) -> None:
 FAULTS = {"slow": slow, "empty": empty, "wrong": sometimes, "broken": fail}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("depth", [1, 3])
 def test_a_store_with_faults(

@@ -17,6 +17,7 @@ def test_outputs_equal_the_reference_while_steps_fail() -> None:
     assert counts["kv_load_bytes:host"] > 10
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("first", [0, 150])
 def test_outputs_equal_the_reference_and_nothing_leaks(first: int) -> None:
     counts = tier_workload.main(150, first)

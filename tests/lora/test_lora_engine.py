@@ -60,6 +60,7 @@ def states(one: Engine) -> dict[str, str]:
     return {card["name"]: card["state"] for card in one.client.call("list_loras")}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("depth", "settings"),
     [

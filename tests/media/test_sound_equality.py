@@ -69,6 +69,7 @@ def peer(path: str, kind: str, text: str, sounds: Sequence[np.ndarray]) -> tuple
     return prompt, out.sequences[0, len(prompt) :].tolist(), out.logits[0][0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_and_logits_are_those_of_transformers(
     kind: str, engine: Callable[..., Any], checkpoint: Callable[[str], str]

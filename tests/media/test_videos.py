@@ -81,6 +81,7 @@ def peer(path: str, processes: Any, prompt: list[int], pictures: list[Any], vide
     return out.sequences[0, len(prompt) :].tolist(), out.logits[0][0].float().log_softmax(-1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("chunk", [0, 7])
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_and_logits_are_those_of_transformers(

@@ -47,6 +47,7 @@ def want(rows: Rows, row: int, at: int) -> torch.Tensor:
         rows.layer.spec = spec
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_token_of_a_span_sees_the_whole_span(kind):
     rows = SpanRows(layer_of(kind), LENGTHS, block_size=8, tile=16)

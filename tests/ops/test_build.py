@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -68,6 +70,36 @@ def test_a_build_uses_the_sources_that_name_it(monkeypatch: pytest.MonkeyPatch, 
     made = build.make(isa.ISAS[-1], tmp_path)
     assert (made.name, made.read_bytes()[: -build.SEAL]) == (name, b"one version\n")
     assert build.file_name(isa.ISAS[-1]) != name
+
+
+SLOW_COMPILER = """#!/bin/sh
+while [ "$1" != -o ]; do shift; done
+sleep 0.2
+echo "$2" >>{log}
+echo an object >"$2"
+"""
+
+
+@pytest.mark.parametrize(("patience_s", "times"), [(60, 1), (0, 3)])
+def test_one_of_the_processes_that_need_a_build_compiles_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, patience_s: float, times: int
+) -> None:
+    """The others wait for it, but not for ever."""
+    sources, log, compiler = (tmp_path / name for name in ("kernels", "log", "compiler"))
+    sources.mkdir()
+    (sources / "only.cpp").touch()
+    compiler.write_text(SLOW_COMPILER.replace("{log}", str(log)))
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("QUIRE_CACHE_ROOT", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "SOURCES", sources)
+    monkeypatch.setattr(build, "PATIENCE_S", patience_s)
+    monkeypatch.setattr(build, "_run", lambda command: subprocess.run(command, check=True))
+    with ThreadPoolExecutor(3) as processes:
+        found = list(processes.map(build.library, [isa.ISAS[-1]] * 3))
+    assert len(set(found)) == 1
+    assert build.is_whole(found[0])
+    assert log.read_text().count("only.o") == times
 
 
 def test_a_failed_build_is_reported(

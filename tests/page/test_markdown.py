@@ -101,6 +101,7 @@ def test_a_text_becomes_these_elements(browser: Chromium, text: str):
     assert browser.js(f"html({json.dumps(text)})") == CASES[text]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_a_hostile_text_renders_quickly(browser: Chromium, text: str):
     """Twice the text takes at most some three times as long: the time does not grow with its square."""

@@ -137,6 +137,7 @@ def test_a_recording_is_dropped_by_escape(page: Chromium):
     assert page.js("forms.length") == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", ["choose", "drop", "paste"])
 def test_a_file_is_written_down(page: Chromium, url: str, way: str):
     give(page, way, ("speech.wav", "audio/wav", FILE))

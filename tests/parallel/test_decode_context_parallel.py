@@ -26,6 +26,7 @@ class KeptBlocks(DecodeContextParallelAttention):
         return super().cache_parts(spec, num_kept(num_blocks, self.ranks.size), block_size)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["llama one kv head", "deepseek v3", "gemma2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 def test_logits_have_the_same_bits(name: str, dtype: torch.dtype, tmp_path: Path):

@@ -236,6 +236,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_engine_that_ends_or_is_stopped(
     how: signal.Signals, folder: str, client: ExpertClient

@@ -38,6 +38,7 @@ def test_quick_cases_exist() -> None:
     assert {case.name for case in CASES} >= QUICK
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", PARAMETERS)
 def test_logits_have_the_same_bits(case: Case, tmp_path: Path) -> None:
     sizes = {"vocab_size": 256}  # of which the ranks have parts

@@ -42,6 +42,7 @@ def pieces(model: nn.Module) -> list[Tensor]:
     return [runner.prefill(0, long), runner.prefill(1, short, chunk=5), runner.prefill(2, least)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_have_the_same_bits(name: str, tmp_path: Path) -> None:
     case: Case = EVERY[name]

@@ -113,6 +113,7 @@ PARAMETERS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", PARAMETERS)
 def test_logits_have_the_same_bits(case: Case, tmp_path: Path) -> None:
     write(case, tmp_path)

@@ -241,6 +241,7 @@ def test_an_inexpressible_schema_is_written_as_a_list() -> None:
     assert forced_format(None) is ANY_CALLS
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", sorted(DIALECTS - GEMMA))
 def test_python_literals_of_models_are_admitted(name: str, reader: Reader) -> None:
     rng, order = random.Random(name), list(TOOL_SCHEMA["properties"])

@@ -119,11 +119,13 @@ def check(serving: Serving, name: str, size: int) -> None:
     assert answer.status in (200, 400), answer.body[:500]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SHORT)
 def test_no_short_body_blocks_the_event_loop(serving: Serving, name: str):
     check(serving, name, SMALL)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LONG)
 def test_no_long_body_blocks_the_event_loop(serving: Serving, name: str):
     check(serving, name, MOST_BODY - 100)

@@ -246,6 +246,7 @@ def in_the_middle(server: Served, client: httpx.Client, count: int) -> list[Stre
             stream.join(PATIENCE_S)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_worker_that_dies_or_hangs_is_replaced(
     server: Served, clients: list[httpx.Client], blow: signal.Signals

@@ -82,6 +82,7 @@ def test_beside_the_fast_path(depth: int, tmp_path: Path) -> None:
     check(path, depth, torch.bfloat16)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["gemma3_text", "granite", "falcon_h1"])
 def test_a_factor_of_embeddings_is_applied_once(kind: str, tmp_path: Path) -> None:
     """Transformers multiplies in the embedding module (Gemma), or after it (Granite, Falcon H1)."""
@@ -173,6 +174,7 @@ def of_texts() -> list[Any]:
         return outcomes(llm, TEXTS)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "layout",
     [

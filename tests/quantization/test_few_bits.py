@@ -47,6 +47,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "best", lambda: pytest.fail("that would compile CPU kernels"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", WHOLE, ids=lambda form: form.name.replace(" ", "-"))
 def test_every_layout_is_loaded_without_conversion(form: Form, plain: Path, tmp_path: Path) -> None:
     checkpoint, dense, means = quantized(plain, tmp_path, form)

@@ -60,6 +60,7 @@ def check(stored: Path, dense: Path, means: dict[str, torch.Tensor], caplog: Any
     return ours
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", EIGHT, ids=lambda form: form.name.replace(" ", "-"))
 def test_every_layout_is_loaded_without_conversion(
     form: Form, plain: Path, tmp_path: Path, caplog

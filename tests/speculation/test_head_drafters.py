@@ -80,6 +80,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", RANDOM)
 def test_no_head_changes_an_answer(name: str, tmp_path: Path, targets: dict[str, str], expected: dict[str, Any]) -> None:  # fmt: skip
     """Every sampling rule, in chunks, with few rows, with few blocks, and with cached prefixes."""

@@ -18,6 +18,7 @@ PROMPTS = [
 NAMES = [("mamba2", "float32"), ("rwkv", "float32"), ("qwen3_5 tiled", "bfloat16"), ("recurrent gemma", "float32")]  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "dtype"), NAMES)
 def test_states_are_taken_back(name: str, dtype: str, tmp_path: Path) -> None:
     write(next(case for case in CASES if case.name == name), tmp_path)

@@ -128,6 +128,7 @@ def test_outputs_are_the_same_alone_and_batched(
     assert held == 18
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_no_setting_changes_a_token(checkpoint: str, setting: str, expected: list[list[int]]):
     settings = {"max_num_seqs": 32, **SETTINGS[setting]}

@@ -75,6 +75,7 @@ def problem(rng: random.Random, wide: int, high: int, dtype: torch.dtype) -> tup
     return made, x.to(DEVICE, dtype), bias
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("wide", "high"), [(0, 1), (32, 1), (32, 32), (64, 16)])
 def test_products_equal_the_definition(wide: int, high: int, dtype: torch.dtype) -> None:

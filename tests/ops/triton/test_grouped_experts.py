@@ -94,6 +94,7 @@ def quantized(form: str, dtype: torch.dtype, act: str, biased: bool) -> Experts:
     return made
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("form", "act"),

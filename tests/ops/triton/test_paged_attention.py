@@ -79,6 +79,7 @@ def test_heads_of_a_latent_cache_are_divided_over_programs() -> None:
         assert worst(rows, work, rows.step(work)) < 2e-6
 
 
+@pytest.mark.sampled(2)
 @needs_row_invariance
 @pytest.mark.parametrize("kind", ["plain", "long window"])
 def test_same_bits_alone_batched_and_chunked(kind: str) -> None:
@@ -114,6 +115,7 @@ def made_step(
     return step, torch.tensor(slots).to(DEVICE), 1 + wide * len(lengths)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("window", [0, 50])
 def test_the_reduction_of_segments_changes_no_bit(window: int) -> None:
     torch.manual_seed(2)

@@ -7,6 +7,7 @@ ends with a hash of itself: the linker would map a truncated file, and the proce
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import platform
@@ -14,7 +15,10 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from quire import env
@@ -101,9 +105,12 @@ def library(isa: Isa) -> Path:
         if root.stat().st_uid == os.geteuid():
             root.chmod(0o700)
         check_owner(root)
-        if is_ours(root / name) and is_whole(root / name):
+        if _is_cached(root / name):
             return root / name
-        library = make(isa, root)
+        with _lock(root / f"{name}.lock"):
+            if _is_cached(root / name):
+                return root / name
+            library = make(isa, root)
     except Unsafe as why:
         log.warning(
             "%s: the CPU kernels are compiled again at each start; set QUIRE_CACHE_ROOT to a folder of this user",
@@ -114,6 +121,27 @@ def library(isa: Isa) -> Path:
         raise CannotBuild(f"{root} is not writable ({why}); set QUIRE_CACHE_ROOT") from None
     log.info("compiled the CPU kernels for %s into %s", isa.name, library)
     return library
+
+
+def _is_cached(path: Path) -> bool:
+    return is_ours(path) and is_whole(path)
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Of processes that need the same build, one compiles it and the others wait, at most `PATIENCE_S` seconds."""
+    end = time.monotonic() + PATIENCE_S
+    with path.open("w") as file:
+        while time.monotonic() < end:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.1)
+            except OSError:  # a file system without locks
+                break
+            else:
+                break
+        yield
 
 
 def loaded(path: Path) -> None:
