@@ -53,7 +53,7 @@ def test_the_points_are_the_medians_of_the_runs():
 def test_a_sweep_has_a_line_for_each_server(tmp_path: Path):
     plot.sweep(RESULTS, tmp_path / "sweep")
     text = shown(tmp_path / "sweep")
-    for words in ("max num seqs 1", "max num seqs 2", "max concurrency 4", "Time to first token, median (ms)"):  # fmt: skip
+    for words in ("max num seqs 1", "max num seqs 2", "at each point: max concurrency", ">4<", "Time to first token, median (ms)"):  # fmt: skip
         assert words in text
     plot.sweep([RESULTS[0] | {"serve": {"_benchmark_name": "int8"}}], tmp_path / "one.svg")
     assert "int8" not in shown(tmp_path / "one.svg"), "one server needs no legend"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from pathlib import Path
 
@@ -42,6 +43,40 @@ def test_each_server_gets_each_load(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert found[-1]["words"] == ["--request-rate", "9", "--ignore-eos"]
     assert (found[-1]["serve"], found[-1]["run"]) == ({"max_num_seqs": 2}, 1)
     assert {one["bench"]["_benchmark_name"] for one in found} == {"slow", "fast"}
+
+
+RESETS = """
+import http.server, pathlib, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        with pathlib.Path('posted').open('a') as file:
+            file.write(self.path + ' ')
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *_): pass
+http.server.HTTPServer(('127.0.0.1', int(sys.argv[1])), Handler).serve_forever()
+"""
+LISTENS = "import socket, sys, time\nwhile socket.socket().connect_ex(('127.0.0.1', int(sys.argv[2]))): time.sleep(0.01)\n"
+
+
+def test_caches_are_emptied_after_each_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Regression: a load found the prompts of the load before, and a server with a larger cache looked faster."""
+    monkeypatch.chdir(tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (tmp_path / "bench.json").write_text('[{"a": 1}, {"a": 2}]')
+    words = ["sweep", "serve", "--bench-params", "bench.json", "--num-runs", "1"]
+    load = command(tmp_path, "load.py", LOAD)
+    without = command(tmp_path, "other.py", SERVER)
+    assert main([*words, "--serve-cmd", without, "--bench-cmd", f"{load} --port {port}"]) == 0
+    assert f"POST http://127.0.0.1:{port}/reset_prefix_cache" in capsys.readouterr().err
+    load = command(tmp_path, "patient.py", LISTENS + LOAD)
+    server = f"{command(tmp_path, 'server.py', RESETS)} {port}"
+    assert main([*words, "--serve-cmd", server, "--bench-cmd", f"{load} --port {port}"]) == 0
+    assert (tmp_path / "posted").read_text() == "/reset_prefix_cache /reset_mm_cache " * 2
 
 
 def test_flags_and_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -19,6 +19,11 @@ from quire.errors import ConfigError, QuireError
 COLOURS = ("#3f5de0", "#e07b1a", "#1f9d6b", "#b3409b", "#8a6d1f", "#5a6475")
 """Distinct without colour vision as well: lines also differ in their marks."""
 MARKS = "os^Dv*"
+LABEL_PLACES: tuple[dict[str, Any], ...] = (
+    {"xytext": (6, -12), "ha": "left"},
+    {"xytext": (-6, 6), "ha": "right"},
+)
+"""Of the labels of a line's points: neighbouring lines have theirs on opposite sides."""
 SIZE_INCHES, DPI = (11, 4.6), 200
 INK, FAINT = "#1c2230", "#d7dbe3"
 HELP = "draw a picture: NAME.png and NAME.svg (needs matplotlib, the extra `plot`)"
@@ -64,18 +69,30 @@ def sweep(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure, panels = _panels("Throughput against latency")
     axes = (("median_ttft_ms", "Time to first token, median (ms)"), ("median_tpot_ms", "Time per output token, median (ms)"))  # fmt: skip
     servers = list(dict.fromkeys(_words(one["serve"]) for one in results))
+    flag = _only_flag(results)
     for panel, (name, label) in zip(panels, axes, strict=True):
         for place, server in enumerate(servers):
             points = _points([one for one in results if _words(one["serve"]) == server], name)
             x, y, loads = [list(column) for column in zip(*points, strict=True)] or ([], [], [])
-            panel.plot(x, y, color=COLOURS[place % len(COLOURS)], marker=MARKS[place % len(MARKS)], label=server or "server")  # fmt: skip
+            colour, mark = COLOURS[place % len(COLOURS)], MARKS[place % len(MARKS)]
+            panel.plot(x, y, color=colour, marker=mark, label=server or "server")
+            side = LABEL_PLACES[place % len(LABEL_PLACES)]
             for index, load in enumerate(loads):
-                panel.annotate(load, (x[index], y[index]), xytext=(6, -11), textcoords="offset points", fontsize=8, color=INK)  # fmt: skip
+                panel.annotate(load.removeprefix(f"{flag} "), (x[index], y[index]), textcoords="offset points", fontsize=9, color=colour, **side)  # fmt: skip
         panel.set(xlabel=label, ylabel="Output tokens per second, all clients", ylim=(0, None))
         _milliseconds(panel)
     if len(servers) > 1:
         panels[0].legend(frameon=False, loc="lower right")
+    if flag:
+        panels[1].set_title(f"at each point: {flag}", loc="right", fontsize=9, color=INK)
     _write(figure, path)
+
+
+def _only_flag(results: Sequence[Mapping[str, Any]]) -> str:
+    """The words of the flag in which all loads differ, if it is the only one."""
+    flags = {tuple(one["bench"]) for one in results}
+    names = flags.pop() if len(flags) == 1 else ()
+    return names[0].replace("_", " ") if len(names) == 1 and names[0] != "_benchmark_name" else ""
 
 
 def _points(results: Sequence[Mapping[str, Any]], latency: str) -> list[tuple[float, float, str]]:

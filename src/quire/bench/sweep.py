@@ -17,11 +17,14 @@ from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
+from quire import env
 from quire.bench import plot
 from quire.errors import QuireError
 from quire.processes.child import wait_or_kill
 
+DEV_MODE = {"QUIRE_SERVER_DEV_MODE": "1", "VLLM_SERVER_DEV_MODE": "1"}
 STOP_S = 60  # for a server to end after SIGTERM
 NAME = "_benchmark_name"
 READY, READY_S = "--ready-check-timeout-sec", "600"
@@ -33,7 +36,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--bench-cmd", required=True, help="command of the load: quire bench serve ..."
     )
-    made.add_argument("--after-bench-cmd", help="command to run after each load")
+    made.add_argument(
+        "--after-bench-cmd",
+        help="command to run after each load; unset: empty the server's caches",
+    )
     made.add_argument("--serve-params", type=Path, help="JSON list of objects: flags of the server")
     made.add_argument("--bench-params", type=Path, help="JSON list of objects: flags of the load")
     made.add_argument("-o", "--output-dir", type=Path, default=Path("results"))
@@ -68,6 +74,8 @@ def main(argv: Sequence[str]) -> int:
                     found.append({"run": run, "serve": server, "bench": load, **result})
                 if given.after_bench_cmd:
                     execute(shlex.split(given.after_bench_cmd), given.dry_run)
+                elif not given.dry_run:
+                    empty_caches(command)
     if given.dry_run:
         return 0
     folder.mkdir(parents=True, exist_ok=True)
@@ -140,11 +148,26 @@ def execute(command: Sequence[str], dry: bool) -> None:
         print(f"quire bench sweep: the command ended with status {status}", file=sys.stderr)
 
 
+def empty_caches(command: Sequence[str]) -> None:
+    """All loads have the same prompts: the next one must not find them in the server's caches."""
+    reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag, value in (("--base-url", None), ("--host", "127.0.0.1"), ("--port", "8000")):
+        reader.add_argument(flag, default=value)
+    address = reader.parse_known_args(command)[0]
+    base = address.base_url or f"http://{address.host}:{address.port}"
+    for route in ("/reset_prefix_cache", "/reset_mm_cache"):
+        try:
+            urlopen(Request(base.rstrip("/") + route, method="POST"), timeout=STOP_S).close()
+        except (OSError, ValueError) as why:
+            print(f"quire bench sweep: POST {base}{route}: {why}: the next load may find prompts of this one in the cache", file=sys.stderr)  # fmt: skip
+            return
+
+
 @contextmanager
 def running(command: Sequence[str], dry: bool) -> Iterator[None]:
-    """A server while its loads run; `bench serve` waits until it is ready."""
+    """A server while its loads run, with the routes that empty caches; `bench serve` waits until it is ready."""
     print(shlex.join(command), flush=True)
-    server = None if dry else subprocess.Popen(command)
+    server = None if dry else subprocess.Popen(command, env=env.for_a_child(**DEV_MODE))
     try:
         yield
     finally:
