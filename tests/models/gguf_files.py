@@ -20,7 +20,7 @@ KINDS = {
     "mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3", "gpt_oss": "gpt-oss", "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe", "minimax_m2": "minimax-m2", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "gemma4_text": "gemma4", "llama4_text": "llama4",
     "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "lfm2_moe": "lfm2moe",
-    "ernie4_5_moe": "ernie4_5-moe", "granitemoeshared": "granitemoe",
+    "ernie4_5_moe": "ernie4_5-moe", "granitemoeshared": "granitemoe", "qwen2_vl_text": "qwen2vl", "qwen2_5_vl_text": "qwen2vl",
 }  # fmt: skip
 """model_type -> general.architecture, where they differ."""
 PERMUTED = ("llama", "granite", "granitemoe", "smollm3")

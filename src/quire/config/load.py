@@ -24,6 +24,8 @@ class LoadConfig:
     load_format: str = "auto"
     """auto (also: hf), safetensors (fastsafetensors, runai_streamer), sharded_state, pt, npcache, gguf, mistral (params.json,
     consolidated*.safetensors) or dummy (random weights). bitsandbytes: as --quantization bitsandbytes."""
+    mmproj: str | None = None
+    """GGUF file with the vision tower of a GGUF model; unset: the file mmproj*.gguf beside the model's file, if there is one that fits."""
     download_dir: str | None = None
     """Directory for files downloaded from the hub; unset: the hub's cache."""
     model_loader_extra_config: dict[str, Any] = field(default_factory=dict)

@@ -21,6 +21,7 @@ from quire.logging import get_logger
 from quire.models.gguf.families import stored_in
 from quire.models.gguf.folder import only_model
 from quire.models.gguf.header import TYPES, parts_of
+from quire.models.gguf.projector import LINK, stored_projector
 from quire.models.mistral.tensors import usual_name, usual_tensors
 from quire.models.pickled_weights import numpy_copy, pickled
 from quire.models.safetensors_header import BITS, header
@@ -239,7 +240,7 @@ def stored_tensors(
             raise
         return _forecast(hf_config)
     if kind == "gguf":
-        return stored_in(files[0])
+        return stored_in(files[0]) + stored_projector(Path(path))
     if kind != "safetensors":
         return sum(file.stat().st_size for file in files)
     return [
@@ -308,6 +309,17 @@ def tensors(
                 raise Unsupported(what, "leave --model-impl out")
             found = usual_tensors(found, hf_config)
         yield from found
+
+
+def tower_tensors(
+    path: str, load_format: str, hf_config: Mapping[str, Any], dtype: str
+) -> Iterator[tuple[str, Tensor]]:
+    """As `tensors`, of the towers beside a language model: those of GGUF models have a file of their own."""
+    if (Path(path) / LINK).is_file():
+        from quire.models.gguf.tensors import projector_tensors
+
+        return projector_tensors(path, dtype)
+    return tensors(path, load_format, hf_config, dtype)
 
 
 def _safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:

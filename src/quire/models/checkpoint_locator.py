@@ -16,10 +16,11 @@ from typing import Any
 
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
-from quire.errors import ModelNotFound, QuireError, Unsupported
+from quire.errors import ConfigError, ModelNotFound, QuireError, Unsupported
 from quire.models.checkpoint_files import HEAD_FILES
 from quire.models.gguf.folder import checkpoint_folder, is_gguf, only_model
-from quire.models.gguf.hub import choose, gguf_name
+from quire.models.gguf.hub import choose, gguf_name, projector_of
+from quire.models.gguf.projector import LINK
 from quire.models.mistral.folder import is_mistral, mistral_folder, with_tokenizer_json
 
 EMBEDDED = Path(__file__).parents[1] / "embedded"
@@ -46,12 +47,20 @@ def find(model: ModelConfig, load: LoadConfig) -> tuple[str, Fetch]:
     Raises:
         ModelNotFound: it was not found; the message says where the search looked and what to do.
         Unsupported: a URL, or a GGUF file of an unknown architecture.
+        ConfigError: `mmproj` does not fit.
     """
+    path, fetch = _find(model, load)
+    if load.mmproj is not None and not (Path(path) / LINK).is_file():
+        raise ConfigError(f"mmproj={load.mmproj}: {model.model} is no GGUF model, which has its vision tower in a file of its own; leave it out")  # fmt: skip
+    return path, fetch
+
+
+def _find(model: ModelConfig, load: LoadConfig) -> tuple[str, Fetch]:
     name = model.model
     directory = Path(os.path.expanduser(name))
     mistral = "mistral" in (load.load_format, model.config_format)
     if os.path.isdir(directory):
-        return _directory(directory.absolute(), mistral), _nothing
+        return _directory(directory.absolute(), mistral, load.mmproj), _nothing
     if os.path.isfile(EMBEDDED / name / "config.json") and "/" not in name:
         return str(EMBEDDED / name), _nothing
     if name.startswith(OBJECT_STORES):
@@ -59,7 +68,7 @@ def find(model: ModelConfig, load: LoadConfig) -> tuple[str, Fetch]:
     refuse_url("model", name, LOCAL)
     if os.path.isfile(directory):
         if is_gguf(directory):
-            return checkpoint_folder(directory), _nothing
+            return checkpoint_folder(directory, load.mmproj), _nothing
         raise ModelNotFound(f"{directory} is a file; pass the directory that contains it")
     if (of_hub := gguf_name(name)) is not None:
         return _gguf_from_hub(*of_hub, model, load), _nothing
@@ -131,7 +140,7 @@ def no_tokenizer(folder: str, why: str) -> ModelNotFound:
     )
 
 
-def _directory(folder: Path, mistral: bool = False) -> str:
+def _directory(folder: Path, mistral: bool = False, mmproj: str | None = None) -> str:
     """A checkpoint directory; a GGUF model in it counts if there are no other weights. `mistral`: of its files, take those
     in Mistral's format.
 
@@ -142,7 +151,7 @@ def _directory(folder: Path, mistral: bool = False) -> str:
         return mistral_folder(folder)
     others = any(next(folder.glob(pattern), None) for pattern in WEIGHT_FILES)
     if not others and (file := only_model(folder)) is not None:
-        return checkpoint_folder(file)
+        return checkpoint_folder(file, mmproj)
     if not (folder / "config.json").is_file():
         raise ModelNotFound(f"{folder} has no config.json, so it is not a checkpoint")
     return str(folder)
@@ -284,8 +293,11 @@ def _gguf_from_hub(name: str, selection: str, model: ModelConfig, load: LoadConf
         try:
             api = hub.HfApi(token=model.hf_token)
             found = api.model_info(name, revision=model.revision, timeout=10)
-            files = choose([file.rfilename for file in found.siblings or []], name, selection)
-            folder = hub.snapshot_download(name, allow_patterns=files, **about)
+            there = [file.rfilename for file in found.siblings or []]
+            files = choose(there, name, selection)
+            tower = load.mmproj or projector_of(there)
+            wanted = [*files, tower] if tower in there else files
+            folder = hub.snapshot_download(name, allow_patterns=wanted, **about)
         except QuireError:
             raise
         except Exception as error:
@@ -293,6 +305,7 @@ def _gguf_from_hub(name: str, selection: str, model: ModelConfig, load: LoadConf
             folder = hub.snapshot_download(name, local_files_only=True, **about)
             there = [str(file.relative_to(folder)) for file in Path(folder).rglob("*.gguf")]
             files = choose(there, name, selection)
+            tower = load.mmproj or projector_of(there)
     except QuireError:
         raise
     except Exception:
@@ -300,7 +313,9 @@ def _gguf_from_hub(name: str, selection: str, model: ModelConfig, load: LoadConf
             f"model {model.model!r} was not found: nothing in {load.download_dir or hub.constants.HF_HUB_CACHE}, and {reason}."
             " Download the file, and pass its path."
         ) from None
-    return checkpoint_folder(Path(folder) / files[0])
+    of_hub = [Path(folder) / tower] if tower is not None and tower in there else []
+    given = load.mmproj if load.mmproj is None or not of_hub else str(of_hub[0])
+    return checkpoint_folder(Path(folder) / files[0], given, of_hub)
 
 
 def _why_no_repository(error: Exception) -> str:

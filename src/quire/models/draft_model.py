@@ -119,7 +119,7 @@ def with_drafter(resolved: Resolved, options: SpeculativeOptions | None) -> tupl
     path, hf_config = resolved.path, resolved.hf_config
     if name is not None:
         own = replace(target, model=name, revision=options.revision, hf_overrides={})
-        path, fetch = find(own, resolved.config.load)
+        path, fetch = find(own, replace(resolved.config.load, mmproj=None))
         hf_config = read_config(path)
     if options.parallel_drafting:
         hf_config = {**hf_config, "parallel_drafting": True}

@@ -51,6 +51,8 @@ def family(header: GgufHeader) -> dict[str, Any]:
             name = families[name][also]
     if header.get("expert_gating_func") == SIGMOID:
         name = families.get(name, {}).get("sigmoid", name)
+    if name == "clip":
+        raise Unsupported(f"{header.files[0]} (a vision tower) as a model", "pass the file of the language model, and this one with --mmproj")  # fmt: skip
     if name not in families:
         raise Unsupported(
             f"{header.files[0]} (a GGUF file of the architecture {name or 'without a name'!r})",
@@ -146,6 +148,8 @@ def _complete(
     if (theta := header.get("rope.freq_base_swa", about.get("window_theta"))) is not None:
         of_windows = {"rope_type": "default", "rope_theta": theta}
         rope = {"full_attention": rope, "sliding_attention": of_windows}
+    if (sections := header.get("rope.dimension_sections")) is not None:
+        rope["mrope_section"] = sections[:3]
     if "global_head_dim" in config:
         rope = _proportional(header, int(config["global_head_dim"]), int(size))
     config["rope_parameters"] = rope

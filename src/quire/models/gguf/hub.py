@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from quire.errors import ModelNotFound
 from quire.models.gguf.header import SPLIT
+from quire.models.gguf.projector import PROJECTOR
 
 NAME = re.compile(
     r"^(?:hf\.co/|huggingface\.co/)?(\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+)|/((?:[\w.-]+/)*[\w.-]+\.gguf))$"
@@ -31,7 +32,7 @@ def choose(files: Sequence[str], repository: str, selection: str) -> list[str]:
     Raises:
         ModelNotFound: none fits; the message lists what there is.
     """
-    models = [f for f in sorted(files) if f.endswith(".gguf") and "mmproj" not in f.lower()]
+    models = [f for f in sorted(files) if f.endswith(".gguf") and PROJECTOR not in f.lower()]
     for each in [selection] if selection else [*PREFERRED, ""]:
         if each.endswith(".gguf"):
             found = [f for f in models if f == each]
@@ -48,3 +49,10 @@ def choose(files: Sequence[str], repository: str, selection: str) -> list[str]:
     some = ", ".join(models[:12]) or "no GGUF files"
     what = f" {selection}" if selection else ""
     raise ModelNotFound(f"{repository} has no GGUF file{what}; it has {some}")
+
+
+def projector_of(files: Sequence[str]) -> str | None:
+    """The vision tower among a repository's files: in 16 bits, if there are several; None: there is none."""
+    found = [f for f in sorted(files) if f.endswith(".gguf") and PROJECTOR in f.lower()]
+    halves = [f for label in ("bf16", "f16") for f in found if label in f.lower()]
+    return next(iter(halves or found), None)

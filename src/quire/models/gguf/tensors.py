@@ -24,6 +24,7 @@ from quire.logging import get_logger
 from quire.models.gguf.families import TensorPlace, tensor_places
 from quire.models.gguf.folder import only_model
 from quire.models.gguf.header import TYPES, GgufHeader, GgufTensor, read_header
+from quire.models.gguf.projector import LINK, projector_places, read_projector
 from quire.quantization.gguf_forms import FORMS
 
 log = get_logger(__name__)
@@ -51,6 +52,24 @@ def gguf_tensors(
     yield from _joined(_tensors(header_in(folder), config, dtype, blocks))
 
 
+def projector_tensors(folder: str, dtype: str) -> Iterator[tuple[str, Tensor]]:
+    """(checkpoint name, tensor) of the vision tower beside a model. Raises: as `read_projector`."""
+    projector = read_projector(Path(folder) / LINK)
+    data = mapped(projector.file)
+
+    def read(tensor: GgufTensor) -> Tensor:
+        bytes_N = data[tensor.start : tensor.start + tensor.nbytes]
+        return floats_of(tensor, bytes_N, getattr(torch, dtype))
+
+    for each in projector_places(projector):
+        values = read(each.tensor)
+        if each.minus_one:
+            values = (values.float() - 1).to(values.dtype)
+        if each.also is not None:
+            values = torch.stack([values, read(each.also)], 2)
+        yield each.name, values
+
+
 def _joined(found: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Latent attention's expansion as one tensor: newer files have keys, transposed, and values of each head apart."""
     waiting: dict[str, dict[str, Tensor]] = {}
@@ -70,7 +89,7 @@ def _joined(found: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]
 def _tensors(
     header: GgufHeader, config: Mapping[str, Any], dtype: str, blocks: Container[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    files = {file: _mapped(file) for file in header.files}
+    files = {file: mapped(file) for file in header.files}
     num_stored, num_converted = Counter[str](), Counter[str]()
     for each in tensor_places(header, config):
         tensor = each.tensor
@@ -81,7 +100,7 @@ def _tensors(
             yield from ((name, part.flatten()) for name, part in _in_place(each, rows))
             continue
         num_converted[tensor.kind] += tensor.kind not in PLAIN
-        yield from _in_place(each, _floats(tensor, bytes_N, getattr(torch, dtype)))
+        yield from _in_place(each, floats_of(tensor, bytes_N, getattr(torch, dtype)))
     for counts, fate in (
         (num_stored, "multiplied as they are stored"),
         (num_converted, f"made {dtype}"),
@@ -90,7 +109,7 @@ def _tensors(
             log.info("blocks of the GGUF file that are %s: %s", fate, ", ".join(some))
 
 
-def _mapped(file: Path) -> Tensor:
+def mapped(file: Path) -> Tensor:
     """The bytes of a file; written pages would be private."""
     with file.open("rb") as opened:
         data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -157,7 +176,7 @@ def part_of_heads(tensor: Tensor, keys: int, rows: tuple[int, ...], half: int) -
     return torch.cat([part.flatten(0, 1) for part in (parts[-1:] if half else parts[:-1])])
 
 
-def _floats(tensor: GgufTensor, bytes_N: Tensor, dtype: torch.dtype) -> Tensor:
+def floats_of(tensor: GgufTensor, bytes_N: Tensor, dtype: torch.dtype) -> Tensor:
     """The values, in their own dtype if they are floats, else in `dtype`."""
     if (own := PLAIN.get(tensor.kind)) is not None:
         if tensor.start % own.itemsize == 0:

@@ -70,6 +70,7 @@ class GgufTokenizer:
         if self.gemma:  # runs of spaces are spelled out
             self.tokens = [SPACE * len(t) if t and not t.strip(" ") else t for t in self.tokens]
         self.ids = {token: i for i, token in enumerate(self.tokens)}
+        self.named: dict[str, str] = {}
         self.rule = split_rules().get(str(self.get("pre", "default")))
         if self.model == "gpt2" and self.rule is None:
             raise Unsupported(f"{self.file} (tokenizer.ggml.pre={self.get('pre')!r})", REMEDY)
@@ -97,6 +98,28 @@ class GgufTokenizer:
         if not isinstance(i, int) or not 0 <= i < len(self.tokens):
             return None
         return i, self.tokens[i]
+
+    def stand_for(self, token: str) -> None:
+        """See that there is a token of this text: the unknown token, which no text has, takes it if there is none.
+
+        Raises:
+            Unsupported: texts may have the unknown token.
+        """
+        if token in self.ids:
+            return
+        unknown = self.token_of("unknown_token_id")
+        if unknown is None or self.model == "gpt2":
+            raise Unsupported(f"{self.file} (a tokenizer without {token}) for pictures", REMEDY)
+        self.tokens[unknown[0]] = token
+        self.ids = {text: i for i, text in enumerate(self.tokens)}
+
+    def name_tokens(self, named: dict[str, str]) -> None:
+        """Attributes that the tokenizer shall have: name -> token. Raises Unsupported: there is no such token."""
+        if missing := [token for token in named.values() if token not in self.ids]:
+            raise Unsupported(
+                f"{self.file} (a tokenizer without {missing[0]}) for pictures", REMEDY
+            )
+        self.named = named
 
     # -- the files
     def tokenizer_json(self) -> dict[str, Any]:
@@ -126,6 +149,8 @@ class GgufTokenizer:
         template = self.metadata.get("tokenizer.chat_template")
         if isinstance(template, str):
             found["chat_template"] = template
+        if self.named:
+            found["extra_special_tokens"] = self.named
         return {"tokenizer_class": "PreTrainedTokenizerFast", **found}
 
     def generation_config(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from quire.errors import ConfigError
 from quire.layers.weight_slots import Layer, slots_of
 from quire.layers.weights import weights_of
 from quire.logging import get_logger
-from quire.models.checkpoint_files import tensors
+from quire.models.checkpoint_files import tower_tensors
 from quire.models.construction import construction
 from quire.models.dummy_weights import random_tensors
 from quire.models.load import missing_tensors
@@ -79,7 +79,7 @@ def build_tower(
             tower, random_tensors(tower, spec.options.seed, device), device, spec.path, renamed=True
         )
     else:
-        found = tensors(spec.path, spec.load.load_format, spec.hf_config, spec.dtype)
+        found = tower_tensors(spec.path, spec.load.load_format, spec.hf_config, spec.dtype)
         fill_tower(tower, found, device, spec.path)
     if "native" in platform.kernels:
         pack_weights(weights_of(tower))
