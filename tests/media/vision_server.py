@@ -42,14 +42,16 @@ def asking(*parts: Any, **more: Any) -> dict[str, Any]:
 
 
 class VisionServer:
-    """`processes`: those that decode its pictures; None: its own."""
+    """`processes`: those that decode its pictures; None: its own. `process`: the engine has one of its own."""
 
-    def __init__(self, path: str, processes: MediaProcesses | None = None, **options: Any):
+    def __init__(
+        self, path: str, processes: MediaProcesses | None = None, *, process: bool = False, **options: Any
+    ):  # fmt: skip
         fixed = {
             "dtype": "float32", "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": 16,
         }  # fmt: skip
         self.config = EngineConfig.from_keywords(model=path, served_model_name="toy", **{**fixed, **options})  # fmt: skip
-        self.client, tokenizer = start_engine(self.config)
+        self.client, tokenizer = start_engine(self.config, process=process)
         self.state = ServerState(self.config, ServerMetrics("toy", process=False))
         self.engine = AsyncEngine(self.client, tokenizer=tokenizer)
         if (reader := media_inputs(self.engine.front)) is not None and processes is not None:
