@@ -53,6 +53,7 @@ class SeenSpan(NamedTuple):
         start, end: positions of the first, and of the last + 1. The first tokens of a span may have been computed before this
             step; then `start` is the first that this step computes.
         windows_only: they do so only in layers with a window.
+        ignores_windows: also tokens that are further away than a layer's window.
     """
 
     at: int
@@ -61,6 +62,7 @@ class SeenSpan(NamedTuple):
     start: int
     end: int
     windows_only: bool = False
+    ignores_windows: bool = False
 
 
 @dataclass(slots=True)

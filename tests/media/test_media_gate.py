@@ -64,6 +64,36 @@ def test_whole_pictures():
     assert limit.allow(request((10, 20)), 10, 20) == 20
 
 
+def prompts_of(window: int = 0) -> MediaGate:
+    """A gate of a model whose prompts with pictures attend in both directions, in steps of 120 tokens."""
+    made = MediaGate(120, 120, defaultdict(float), True, window)
+    made.begin([])
+    return made
+
+
+def test_whole_prompts():
+    limit = prompts_of()
+    assert limit.allow(request((0, 12)), 0, 99) == 0
+    assert limit.allow(request((0, 12)), 48, 51) == 0  # the rest after a prefix hit
+    assert limit.allow(request((0, 12)), 48, 52) == 52
+    assert limit.allow(request((0, 12)), 100, 1) == 1
+    assert limit.allow(request(), 0, 30) == 30  # text only
+    assert limit.allow(request((0, 60), (60, 40)), 0, 100) == 100
+    assert limit.allow(request((0, 60)), 0, 100) == 0  # the pictures of a step share its budget
+
+
+def test_a_whole_prompt_shares_blocks_with_equal_prompts_only():
+    limit = prompts_of()
+    salts = [limit.receive(one, 1).salt for one in (received((0, 9)), received((0, 9)), received((1, 9)), received((0, 9), length=99))]  # fmt: skip
+    assert salts[0] == salts[1]
+    assert len({*salts, ""}) == 4
+    assert limit.receive(received(), 1).salt == ""
+    with pytest.raises(ValidationError, match=r"121 tokens, a step at most 120 \(--max-num-batched-tokens\)"):  # fmt: skip
+        limit.receive(received((0, 9), length=121), 1)
+    reads = [prompts_of(window).receive(received((0, 9)), 1).params.skip_reading_prefix_cache for window in (99, 100)]  # fmt: skip
+    assert reads == [True, None]
+
+
 @pytest.mark.parametrize("places", [[(0, 21)], [(0, 10), (5, 10)], [(95, 10)], [(3, 0)]], ids=str)
 def test_places_that_cannot_be_are_refused(places):
     with pytest.raises(ValidationError, match="item"):

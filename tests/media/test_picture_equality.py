@@ -17,7 +17,7 @@ import vision_checkpoints
 from vision_checkpoints import CHECKPOINTS, picture
 
 from quire import LLM, SamplingParams
-from quire.errors import ConfigError
+from quire.errors import ConfigError, ValidationError
 from quire.frontend.media.media_process import load_processor
 from quire.frontend.media.prompt_reader import media_inputs
 
@@ -28,7 +28,7 @@ CORE = ("llava", "qwen2_vl", "idefics3")
 """One row of tiles, positions of a grid, several runs of rows with text between them."""
 JOINTS = ("qwen3_vl", "gemma3", "gemma4_both_ways")
 """States of the tower that inner layers take, tokens that see later ones in all layers, and in layers with windows."""
-WHOLE = {"gemma3": 20, "gemma4_both_ways": 71}
+WHOLE = {"gemma3": 20, "gemma4_both_ways": 71, "paligemma": 64}
 """Steps of fewer tokens are refused: they must have all of a picture."""
 GREEDY = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
 WIDE = {"width": 150, "height": 90}
@@ -119,6 +119,34 @@ def test_a_step_may_end_inside_a_picture(kind, chunk, engine, checkpoint):
         assert passes(llm) == 2
 
 
+@pytest.mark.parametrize("kind", ["llava", pytest.param("qwen2_vl", marks=SLOW)])
+def test_a_step_ends_at_every_token_of_a_picture(kind, engine, checkpoint):
+    """Steps of 19 tokens, after 0 to 18 letters: the first step ends at each token of the picture, and before and after it."""
+    pictures = [picture(1, **WIDE)]
+    with engine(kind, long_prefill_token_threshold=19, enable_prefix_caching=False) as llm:
+        for letters in range(19):
+            text = "abcdefghijklmnopqrs"[:letters] + "@ what?"
+            assert (
+                tokens(llm, given(kind, text, pictures))[0]
+                == peer(checkpoint(kind), kind, text, pictures)[1]
+            )
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4_both_ways", "paligemma"])
+def test_a_text_alone_is_causal(kind, engine, checkpoint):
+    """Of models whose pictures, or prompts with pictures, attend in both directions; also after a request with a picture."""
+    prompt, text = "<s>a text of several words without a picture", "here is @ now"
+    model = vision_checkpoints.transformers_model(checkpoint(kind))
+    ids = processor(checkpoint(kind)).tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]  # fmt: skip
+    with torch.inference_mode():
+        out = model.generate(ids, max_new_tokens=COUNT, do_sample=False, eos_token_id=None, pad_token_id=0)  # fmt: skip
+    with engine(kind) as llm:
+        alone = tokens(llm, prompt)
+        tokens(llm, given(kind, text, [picture(1)]))
+        beside = tokens(llm, prompt, given(kind, text, [picture(2)]))
+    assert alone[0] == beside[0] == out[0, ids.shape[1] :].tolist()
+
+
 @pytest.mark.parametrize("kind", CORE)
 def test_beside_texts_and_other_pictures(kind, engine, checkpoint):
     texts = ["first @ picture", "no picture at all", "@@ two", "the first again: @"]
@@ -142,9 +170,10 @@ def test_a_second_question_about_a_picture_needs_no_tower(kind, engine, checkpoi
         tokens(llm, given(kind, first, pictures))
         (out,) = llm.generate([given(kind, second, pictures)], GREEDY, use_tqdm=False)
         assert passes(llm) == 1
-        assert (
-            out.num_cached_tokens >= 16 or kind == "qwen3_5"
-        )  # its states are copied every 64 tokens
+        assert out.num_cached_tokens >= 16 or kind in (
+            "qwen3_5",
+            "paligemma",
+        )  # its states are copied every 64 tokens; its prompt is another
         assert list(out.outputs[0].token_ids) == peer(checkpoint(kind), kind, second, pictures)[1]
 
 
@@ -205,13 +234,34 @@ def test_a_prefix_hit_that_ends_inside_a_picture_that_sees_itself(engine, checkp
         assert first[0] == peer(checkpoint("gemma3"), "gemma3", text, [picture(5)])[1]
 
 
-@pytest.mark.parametrize("kind", ["llava", "gemma3", *(pytest.param(kind, marks=SLOW) for kind in ("qwen2_vl", "idefics3", "qwen3_vl", "gemma4_both_ways"))])  # fmt: skip
+def test_a_prompt_that_attends_in_both_directions(engine, checkpoint):
+    """Its keys depend on all of its tokens: an equal prompt finds them, one that begins alike does not; one longer than a step is refused."""
+    pictures = [picture(5)]
+    texts = ["@ which colour?", "@ which colours?", "@ which colour?@"]
+    with engine("paligemma", hf_overrides={"text_config": {"sliding_window": 512}}) as llm:
+
+        def asked(text: str) -> tuple[int, list[int]]:
+            prompt = given("paligemma", text, pictures * text.count("@"))
+            (out,) = llm.generate([prompt], GREEDY, use_tqdm=False)
+            return out.num_cached_tokens, list(out.outputs[0].token_ids)
+
+        first = {text: asked(text) for text in texts}
+        assert [cached for cached, _ in first.values()] == [0, 0, 0]
+        again = {text: asked(text) for text in texts}
+        assert [cached for cached, _ in again.values()] == [32, 32, 48]
+        assert [found for _, found in again.values()] == [found for _, found in first.values()]
+        with pytest.raises(ValidationError, match=r"65 tokens, a step at most 64 \(--max-num-batched-tokens\)"):  # fmt: skip
+            llm.generate([given("paligemma", "@" + "a" * 46, pictures)], GREEDY, use_tqdm=False)
+        assert tokens(llm, "<s>text")
+
+
+@pytest.mark.parametrize("kind", ["llava", "gemma3", *(pytest.param(kind, marks=SLOW) for kind in ("qwen2_vl", "idefics3", "qwen3_vl", "gemma4_both_ways", "paligemma"))])  # fmt: skip
 def test_preempted_requests_continue_with_the_same_tokens(kind, engine, checkpoint):
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     prompts = [given(kind, f"{n} of @ follows", [picture(n, **WIDE)]) for n in range(4)]
     with engine(kind) as llm:
         expected = [tokens(llm, one, params=params)[0] for one in prompts]
-    blocks = {"gemma4_both_ways": 26, "gemma3": 14}.get(kind, 12)
+    blocks = {"gemma4_both_ways": 26, "gemma3": 14, "paligemma": 14}.get(kind, 12)
     with engine(kind, num_gpu_blocks_override=blocks, enable_prefix_caching=False) as llm:
         assert tokens(llm, *prompts, params=params) == expected
         assert sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions") > 0

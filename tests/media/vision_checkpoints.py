@@ -299,6 +299,17 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "video": "<|vision_start|><|video_pad|><|vision_end|>",
         "placeholder": "<|vision_start|><image><|vision_end|>",
     },
+    "paligemma": {
+        "config": {
+            "text_config": {"model_type": "gemma2", **TEXT, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24},
+            "vision_config": {**SIGLIP, "vision_use_head": False}, "image_token_index": AT["<image>"], "projection_dim": 64,
+            "vocab_size": VOCAB, "hidden_size": 64,
+        },
+        "processor": {"processor_class": "PaliGemmaProcessor"},
+        "tokens": {"image_token": "<image>"},
+        "preprocessor": {"image_processor_type": "SiglipImageProcessor", "size": CROP, "image_seq_length": 16},
+        "placeholder": "<image>",
+    },
     "vipllava": {
         "config": {
             "text_config": {"model_type": "llama", **TEXT}, "vision_config": CLIP, "image_token_index": 3,

@@ -2,7 +2,7 @@
 
 The step computes them as all tokens, and writes their keys and values. Then each is computed again, as a row of one token whose
 context ends with its span. So a token's bits depend neither on the batch nor on chunks, with any backend. A window counts from
-the token, as in Transformers: it sees the keys after token - window, and before the span's end.
+the token, as in Transformers: it sees the keys after token - window, and before the span's end; unless the span ignores windows.
 
 Knows rows and block tables. Does not know why tokens see later ones.
 
@@ -51,7 +51,7 @@ def _parts(
             continue
         for number in range(span.length):
             position = span.start + number
-            cut = window is not None and position >= window
+            cut = window is not None and position >= window and not span.ignores_windows
             needed = span.end - 1 - position + (window or 0) if cut else None
             by_window.setdefault(needed, []).append((span.at + number, span))
     for needed, tokens in by_window.items():

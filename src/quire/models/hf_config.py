@@ -135,6 +135,8 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     # The head belongs to the wrapper, so its tie_word_embeddings counts.
     if outer.get("tie_word_embeddings"):
         merged["tie_word_embeddings"] = True
+    if FAMILIES["vision"].get(outer.get("model_type"), {}).get("both_ways") == "prompt":
+        merged.pop("use_bidirectional_attention", None)  # only prompts with pictures do
     wrapper = list(outer.get("architectures") or [])
     alone = TEXT_ARCHITECTURES.get(str(inner.get("model_type")))
     merged["architectures"] = (

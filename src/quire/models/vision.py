@@ -39,7 +39,9 @@ class VisionModel:
         token: the token that stands for a picture in a prompt; empty: image_token_id.
         placeholder: what stands for a picture in a prompt's text, for chat templates that do not write it; empty: this token.
         has_grid: rotary positions of its tokens have three components, time, height and width.
-        both_ways: its tokens attend to each other in both directions: in "all" layers, or only in those with "windows"; empty: they do not.
+        both_ways: its tokens attend to each other in both directions: in "all" layers, or only in those with "windows"; "prompt":
+            all tokens of a prompt with pictures do, in all layers; empty: they do not.
+        is_prefix: a prompt is its pictures, BOS, a text and a new line; what is written around the text is not the user's.
         inner_layers: of the tower, whose states the first layers of the language model take (DeepStack).
         read_as: the token that its tokens are where layers look them up; None: they are what they are.
         merge: rows and columns of patches that become one row of the tower.
@@ -61,6 +63,7 @@ class VisionModel:
     placeholder: str
     has_grid: bool
     both_ways: str
+    is_prefix: bool
     inner_layers: int
     read_as: int | None
     merge: int
@@ -138,6 +141,7 @@ def _read(resolved: Resolved) -> VisionModel:
         placeholder=str(family.get("placeholder", "")),
         has_grid=bool(family.get("grid")),
         both_ways=both_ways,
+        is_prefix=bool(family.get("prefix")),
         inner_layers=len(tower.get("deepstack_visual_indexes") or ()),
         read_as=int(text.get("pad_token_id") or 0) if family.get("pads") else None,
         merge=merge,

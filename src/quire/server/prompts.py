@@ -75,8 +75,9 @@ async def media_prompt(
     reader = need_media(engine.front, "messages")
     if options.truncate is not None:
         raise Unsupported("truncate_prompt_tokens of a prompt with media", "shorten its text")
-    written = reader.placeholders.written(text, pictures, mark)
-    whole = replace(options, fits_model=False)
+    written = reader.written(text, pictures, mark)
+    special = options.add_special_tokens and reader.adds_special_tokens
+    whole = replace(options, fits_model=False, add_special_tokens=special)
     prompt = await engine.tokenize(Prompt(written.text, salt=salt), whole)
     prompt.text = reader.placeholders.unmarked(text, mark)
     prompt = reader.placed(prompt, pictures, written)

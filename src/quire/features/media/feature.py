@@ -57,7 +57,9 @@ class MediaFeature(Feature):
     def plug_into_engine(self, engine: EngineParts) -> None:
         core = engine.core
         whole = self._longest_whole()
-        engine.gates.append(MediaGate(self.most_rows, whole, core.counts))
+        prompts = self.model is not None and self.model.both_ways == "prompt"
+        window = int(self.resolved.hf_config.get("sliding_window") or 0)
+        engine.gates.append(MediaGate(self.most_rows, whole, core.counts, prompts, window))
         engine.counters += [
             "mm_cache_queries",
             "mm_cache_hits",
@@ -75,7 +77,7 @@ class MediaFeature(Feature):
         engine.calls["reset_encoder_cache"] = reset
 
     def _longest_whole(self) -> int:
-        """The most tokens of an item, if a step computes all of them or none; 0: it may compute a part.
+        """The most tokens of an item, or of a prompt with items, if a step computes all of them or none; 0: it may compute a part.
 
         Raises:
             ConfigError: a step may have fewer tokens than an item.

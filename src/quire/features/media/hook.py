@@ -44,7 +44,7 @@ class PlacedItem(NamedTuple):
 
 @dataclass(slots=True)
 class RowItems:
-    """The items of a row; `end`: of the last one. `positions_LC`: see `item_positions`; None: the model's positions are indices."""
+    """The items of a row; `end`: of the last one, or of a prompt whose tokens all attend to each other. `positions_LC`: see `item_positions`; None: the model's positions are indices."""
 
     items: list[PlacedItem]
     end: int
@@ -90,7 +90,8 @@ class MediaHook(Hook):
         ]
         if not items:
             return
-        found = RowItems(items, items[-1].end)
+        is_one_span = self.model.both_ways == "prompt"
+        found = RowItems(items, new.num_prompt if is_one_span else items[-1].end)
         if self.model.has_grid:
             places = [(one.start, one.item) for one in items]
             found.positions_LC, offset = item_positions(places)
@@ -121,7 +122,10 @@ class MediaHook(Hook):
             own, start = self.of_row.get(item.row), end - count
             if own is not None and start < own.end:
                 self._replace_embeddings(batch, item.row, own, rows, at - start, start, end)
-                if self.model.both_ways:
+                if self.model.both_ways == "prompt":
+                    length = min(end, own.end) - start
+                    batch.spans.append(SeenSpan(at, length, index, start, own.end, ignores_windows=True))  # fmt: skip
+                elif self.model.both_ways:
                     only = self.model.both_ways == "windows"
                     batch.spans += seen_spans(own.items, index, at, start, end, only)
                 if own.positions_LC is not None:

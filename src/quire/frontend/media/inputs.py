@@ -304,10 +304,24 @@ class MediaInputs:
         if prompt.tokens or prompt.text is None:
             tokens = Prompt(prompt.text, prompt.tokens, prompt.salt)
             return self.placed(tokenize(tokens), items)
-        written = self.placeholders.written(prompt.text, items, mark)
+        written = self.written(prompt.text, items, mark)
         found = tokenize(Prompt(written.text, salt=prompt.salt))
         found.text = self.placeholders.unmarked(prompt.text, mark) if mark else prompt.text
         return self.placed(found, items, written)
+
+    def written(self, text: str, items: Sequence[ReadMedia], mark: str = "") -> WrittenText:
+        """As `Placeholders.written`, with what the model's processor writes around a text."""
+        vision = self.model.vision
+        if vision is not None and vision.is_prefix and items:
+            token = self.texts[IMAGE]
+            at = text.rfind(token) + len(token) if token in text else 0
+            text = f"{text[:at]}{self.tokenizer.bos_token or ''}{text[at:]}\n"
+        return self.placeholders.written(text, items, mark)
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        """Whether the tokenizer's own tokens are around a text with items."""
+        return self.model.vision is None or not self.model.vision.is_prefix
 
     def placed(
         self, prompt: Prompt, items: Sequence[ReadMedia], written: WrittenText | None = None

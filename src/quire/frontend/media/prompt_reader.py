@@ -57,6 +57,7 @@ class MediaReader(PromptReader):
         items = reader.load_now(prompt.items, prompt.salt)
         options = TokenizeOptions.read(tokenization)
         options.fits_model = False
+        options.add_special_tokens &= reader.adds_special_tokens
         if options.truncate is not None:
             raise Unsupported("truncation of a prompt with media", "shorten its text")
         tokenize = functools.partial(self.inputs.tokenize, options=options)

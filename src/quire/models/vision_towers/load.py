@@ -31,6 +31,7 @@ from quire.models.vision_towers.tiles import (
     LlavaNextTower,
     LlavaOnevisionTower,
     LlavaTower,
+    PaliGemmaTower,
 )
 from quire.quantization.apply import pack_weights, weight_bytes
 
@@ -54,6 +55,7 @@ TOWERS: Mapping[str, Callable[[Mapping[str, Any], int], NativeTower]] = {
     "llava_next": LlavaNextTower,
     "llava_onevision": LlavaOnevisionTower,
     "mistral3": Mistral3Tower,
+    "paligemma": PaliGemmaTower,
     "qwen2_vl": QwenTower,
     "qwen2_5_vl": Qwen25Tower,
     "qwen3_vl": Qwen3Tower,

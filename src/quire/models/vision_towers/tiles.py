@@ -1,7 +1,7 @@
 """Vision towers whose pictures are tiles of one size, with CLIP's or SigLIP's transformer, and their projectors: LLaVA, LLaVA-NeXT,
-LLaVA-OneVision, Gemma 3, Idefics3 and SmolVLM.
+LLaVA-OneVision, Gemma 3, PaliGemma, Idefics3 and SmolVLM.
 
-Sources: arXiv 2310.03744, 2408.03326, 2503.19786, 2408.12637, 2504.05299; llava-vl.github.io/blog/2024-01-30-llava-next.
+Sources: arXiv 2310.03744, 2408.03326, 2503.19786, 2407.07726, 2408.12637, 2504.05299; llava-vl.github.io/blog/2024-01-30-llava-next.
 
 Shape suffixes: P tiles, C channels, H, W pixels, L states of a tile, D features of the tower, F features of a row, N rows of an item.
 """
@@ -190,6 +190,20 @@ class Gemma3Tower(TileTower):
         if found is not None and found[0] == "projector.mm_input_projection_weight":
             return "projector.linear.weight", tensor.T
         return found
+
+
+class PaliGemmaTower(TileTower):
+    """PaliGemma: SigLIP's states after the last norm, projected."""
+
+    parts: Mapping[str, str] = {"projector": "multi_modal_projector.linear"}
+
+    def __init__(self, config: Mapping[str, Any], width: int):
+        super().__init__()
+        self.vision = PatchTransformer(tower_config(config), None)
+        self.projector = Linear(self.vision.size, width, bias=True)
+
+    def rows(self, item: TowerInput, states_PLD: Tensor) -> Tensor:
+        return self.projector(states_PLD.flatten(0, 1))
 
 
 class NormedProjection(nn.Module):
