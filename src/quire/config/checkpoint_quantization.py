@@ -84,7 +84,8 @@ class CheckpointQuantization:
 
     `groups`: (targets, scheme). `ignored`: names or patterns of unquantized layers. `only`: if not empty, names or
     patterns of the quantized ones. `changed`: (pattern, scheme or None), which takes precedence over `groups`. `kinds_in_file`: the files'
-    headers have the type of each tensor, so there are no schemes.
+    headers have the type of each tensor, so there are no schemes. `of_towers`: names are those of towers in a wrapper's checkpoint, else of
+    its language model, without the wrapper.
 
     Raises ConfigError: a pattern is refused when it is read, or takes too long (`config/name_patterns.py`).
     """
@@ -96,6 +97,7 @@ class CheckpointQuantization:
     changed: tuple[tuple[str, QuantizationScheme | None], ...] = ()
     head: bool = False
     kinds_in_file: bool = False
+    of_towers: bool = False
     _patterns: NamePatterns = field(
         default_factory=lambda: NamePatterns("config.json: quantization_config", MATCH_SECONDS),
         init=False, repr=False, compare=False,
@@ -133,10 +135,17 @@ class CheckpointQuantization:
         """Whether `pattern` matches: `re:` and a regular expression, or consecutive parts of the name."""
         if pattern.startswith("re:"):
             return self._matches(pattern[3:], name)
-        return any(f".{pattern}." in f".{spelling}." for spelling in _spellings(name))
+        return any(f".{pattern}." in f".{spelling}." for spelling in self._spellings(name))
 
     def _matches(self, pattern: str, name: str) -> bool:
-        return any(self._patterns.match(pattern, spelling) for spelling in _spellings(name))
+        return any(self._patterns.match(pattern, spelling) for spelling in self._spellings(name))
+
+    def _spellings(self, name: str) -> tuple[str, ...]:
+        """The name itself, and its forms in checkpoints of wrapped models."""
+        inner = name.removeprefix("model.")
+        if self.of_towers:
+            return inner, f"model.{inner}"
+        return name, f"language_model.{name}", f"model.language_model.{inner}"
 
     def describe(self, accelerator: bool = False, online: str | None = None) -> str:
         """For the log: the stored format and what loading makes of it."""
@@ -151,9 +160,3 @@ class CheckpointQuantization:
     def schemes(self) -> Iterator[QuantizationScheme]:
         yield from (scheme for _, scheme in self.groups)
         yield from (scheme for _, scheme in self.changed if scheme is not None)
-
-
-def _spellings(name: str) -> tuple[str, ...]:
-    """The name itself, and its forms in checkpoints of wrapped models."""
-    inner = name.removeprefix("model.")
-    return name, f"language_model.{name}", f"model.language_model.{inner}"

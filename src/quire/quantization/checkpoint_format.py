@@ -65,7 +65,9 @@ class QuantizedFormat(CheckpointFormat):
             found = in_order(q_OI, scale_OG, zero_OG, None if groups_PI is None else groups_PI[0])
         kernels = self.kernels(ref)
         if found is None or (self.accelerator and not FewBitsWeight.takes(found.group)):
-            return _dequantized(ref, q_OI, scale_OG, zero_OG, groups_PI)
+            why = "weights of %d parts are dequantized before multiplying, because their groups differ"
+            log.warning(why, len(ref.outputs))
+            return dequantized_groups(ref, q_OI, scale_OG, zero_OG, groups_PI)
         if self.accelerator:
             return FewBitsWeight(found, 4 if bits <= 4 else 8, ref.gated)
         if bits <= 4:
@@ -81,10 +83,10 @@ def kernels_for(dtype: torch.dtype) -> Kernels | None:
     return best() if dtype == torch.bfloat16 else None
 
 
-def _dequantized(
+def dequantized_groups(
     ref: WeightRef, q_OI: Tensor, scale_OG: Tensor, zero_OG: Tensor, groups_PI: Tensor | None
 ) -> Tensor:
-    """Parts with different input orders or groups of different sizes are rare, and multiplied as floats."""
+    """The weight that grouped integers are, [O, I]. `groups_PI`: as of `QuantizedFormat.grouped`."""
     ins, groups = q_OI.shape[1], scale_OG.shape[1]
     if groups_PI is None:
         groups_PI = (torch.arange(ins, device=q_OI.device) // -(-ins // groups)).expand(
@@ -92,10 +94,6 @@ def _dequantized(
         )
     split = (tensor.split(ref.outputs) for tensor in (q_OI, scale_OG, zero_OG))
     parts = [scattered(*part) for part in zip(*split, groups_PI, strict=True)]
-    log.warning(
-        "weights of %s parts are dequantized before multiplying, because their groups differ",
-        len(parts),
-    )
     return torch.cat(parts)
 
 

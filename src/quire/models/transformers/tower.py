@@ -11,7 +11,7 @@ Shape suffixes: N rows of an item, D features of the language model, F = D for e
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,17 +23,21 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from quire.config.engine import ModelSpec
 from quire.errors import ConfigError, Unsupported
 from quire.logging import get_logger
+from quire.models.checkpoint_files import tensors
 from quire.models.media import MediaModel
 from quire.models.progress import LoadProgress
 from quire.models.transformers.load import quiet, read_config
 from quire.models.vision_towers.base import as_tensor
 from quire.protocol.media import TowerInput
+from quire.quantization.dequantize_layers import with_floats
 
 log = get_logger(__name__)
 
 PIXELS, VIDEO_PIXELS = "pixel_values", "pixel_values_videos"
 PARTS = {"vision": ("vision", "visual"), "audio": ("audio",)}
 """By tower: what the names of its modules in a wrapper contain."""
+LANGUAGE = ("language_model.", "lm_head.")
+"""What names of the language model's tensors contain."""
 
 
 class TransformersTower:
@@ -126,6 +130,12 @@ class TransformersTower:
         found = (getattr(place, name, None) for place in (reversed(places) if of_inner else places))
         return next((one for one in found if one is not None), None)
 
+    def _floats(self, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of a quantized checkpoint that are not the language model's, as floats."""
+        found = tensors(spec.path, spec.load.load_format, spec.hf_config, spec.dtype)
+        own = (each for each in found if not any(part in each[0] for part in LANGUAGE))
+        return own if spec.stored is None else with_floats(own, spec.stored, self.dtype)
+
     def _load(self, kind: Any, spec: ModelSpec) -> PreTrainedModel:
         config = read_config(spec)
         if not isinstance(config, kind.config_class):  # of a model that also speaks
@@ -136,9 +146,13 @@ class TransformersTower:
                 torch.manual_seed(spec.options.seed)
                 model = kind._from_config(config, dtype=self.dtype)
         else:
+            place: Any = spec.path
+            floats = None if spec.stored is None else dict(self._floats(spec))
+            if floats is not None:  # Transformers would want the library of each format
+                place, config.quantization_config = None, None
             with quiet(LoadProgress()):
                 model, info = kind.from_pretrained(
-                    spec.path, config=config, dtype=self.dtype, local_files_only=True,
+                    place, config=config, dtype=self.dtype, local_files_only=True, state_dict=floats,
                     output_loading_info=True,
                 )  # fmt: skip
             _check(info, model, spec)

@@ -34,6 +34,7 @@ from quire.models.vision_towers.tiles import (
     PaliGemmaTower,
 )
 from quire.quantization.apply import pack_weights, weight_bytes
+from quire.quantization.dequantize_layers import with_floats
 
 if TYPE_CHECKING:
     from quire.models.media import MediaModel
@@ -82,6 +83,9 @@ def build_tower(
         )
     else:
         found = tower_tensors(spec.path, spec.load.load_format, spec.hf_config, spec.dtype)
+        if spec.stored is not None and not spec.stored.kinds_in_file:
+            own = (each for each in found if tower.own_tensor(*each) is not None)
+            found = with_floats(own, spec.stored, getattr(torch, spec.dtype))
         fill_tower(tower, found, device, spec.path)
     if "native" in platform.kernels:
         pack_weights(weights_of(tower))
