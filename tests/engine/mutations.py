@@ -117,7 +117,7 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     "a state is not cleared": (STATES, "StateHook.enter", "self.states.clear(ANY)", "pass"),
     "a state is not restored": (STATES, "StateHook.before", "self.states.load(ANY, ANY)", "pass"),
     "a prefix goes beyond the last checkpoint": (MANAGER, "KVManager.match", "count and (usable := self.usable(request, found, count)) < count", "False"),
-    "a state is restored from another boundary": (CHECKPOINTS, "CheckpointGate.data_for_hook", "self._hash(self._rows[new.row], new.num_computed_tokens)", "[*self.pool.junctions, *self.pool.ends][-1]"),
+    "a state is restored from another boundary": (CHECKPOINTS, "CheckpointGate.enter", "self._hash(request, request.num_computed_tokens)", "[*self.pool.junctions, *self.pool.ends][-1]"),
     "a checkpoint is named by the block after it": (CHECKPOINTS, "CheckpointGate._hash", "request.hashes[number - 1]", "request.hashes[min(number, len(request.hashes) - 1)]"),
     "checkpoints outlive the cache": (MANAGER, "KVManager.reset", "limit.reset()", "pass"),
     "an evicted checkpoint is found": (KEPT, "CheckpointPool.add", "(self.ends or self.junctions).popitem(last=False)", "next(iter((self.ends or self.junctions).items()))"),

@@ -92,4 +92,4 @@ def test_a_step_that_needs_the_save_of_a_failed_step_fails() -> None:
     with pytest.raises(RuntimeError, match="step 3, which failed"):
         hook.before(plan(4, loads=[(1, 5, 3)]), None)
     hook.after(plan(4))
-    assert hook.saved_in == {5: 1}
+    assert hook.states.saved_in == {5: 1}

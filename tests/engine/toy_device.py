@@ -72,6 +72,7 @@ class ToyStates:
     def __init__(self) -> None:
         self.rows: dict[int, object] = defaultdict(lambda: 1)
         self.checkpoints: dict[int, object] = {}
+        self.saved_in: dict[int, int] = {}
         self.loads = 0
 
     def clear(self, row: int) -> None:

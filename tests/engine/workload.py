@@ -244,6 +244,7 @@ class Setting:
     loading: LoadingGate
     faulty: bool
     pooling: float  # the share of requests that generate nothing
+    checkpoints: CheckpointGate | None = None
     arrivals: list[EngineRequest] = field(default_factory=list)
 
     @property
@@ -309,7 +310,7 @@ def draw_setting(seed: int) -> Setting:
         gates += [FirstBiteGate(rng.choice([2, 5, 99])), piece]
     kv = KVManager(pool, groups, size, caching=rng.random() < 0.9, hasher=RememberingHasher(size))
     device = ToyDevice(groups, num_blocks, size, drafts, rng)
-    states = random.Random(~seed ^ 3)
+    states, checkpoints = random.Random(~seed ^ 3), None
     if states.random() < 0.5:
         device.add_states()
         if kv.caching and limits.chunked:
@@ -338,7 +339,9 @@ def draw_setting(seed: int) -> Setting:
     core = EngineCore(scheduler, device, depth)
     witness.scheduler = piece.scheduler = holding.scheduler = store.scheduler = scheduler
     pooling = own.choice([0, 0, 0.3, 1])
-    return Setting(rng, core, device, pool, gate, late, witness, holding, loading, faulty, pooling)
+    return Setting(
+        rng, core, device, pool, gate, late, witness, holding, loading, faulty, pooling, checkpoints
+    )
 
 
 def draw_requests(s: Setting) -> None:

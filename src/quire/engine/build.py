@@ -34,6 +34,7 @@ from quire.errors import ConfigError
 from quire.kvcache.block_hash import Hasher
 from quire.kvcache.block_metrics import ObservedBlockPool
 from quire.kvcache.block_pool import BlockPool
+from quire.kvcache.checkpoints import CheckpointPool
 from quire.kvcache.layout import CacheLayout, layout
 from quire.kvcache.manager import KVManager
 from quire.kvstore.key_file import name_key
@@ -133,7 +134,8 @@ def build_core(resolved: Resolved, report: Report = no_report) -> tuple[EngineCo
 
 def plug_features(features: Sequence[Feature], core: EngineCore, info: WorkerInfo) -> EngineParts:
     """Add the features' parts to an engine that is complete but for them."""
-    parts = EngineParts(core, info)
+    shares_states = info.num_checkpoints and core.scheduler.kv.caching
+    parts = EngineParts(core, info, CheckpointPool(info.num_checkpoints) if shares_states else None)
     for feature in features:
         feature.plug_into_engine(parts)
     core.scheduler.gates = sorted(parts.gates, key=attrgetter("order"))

@@ -29,6 +29,7 @@ from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
+    from quire.kvcache.checkpoints import CheckpointPool
     from quire.kvcache.manager import PrefixLimit
     from quire.parallel.layout import RankLayout
     from quire.worker.build import WorkerParts
@@ -43,6 +44,7 @@ class EngineParts:
     Attributes:
         core: the engine's loop, complete but for these parts.
         info: what the worker reported.
+        checkpoints: which recurrent states are kept for later requests; None: none are.
         gates: the scheduler asks them in ascending `Gate.order`.
         prefix_limits: what cached prefixes need besides their blocks.
         calls: functions that `EngineClient.call` may name.
@@ -55,6 +57,7 @@ class EngineParts:
 
     core: EngineCore
     info: WorkerInfo
+    checkpoints: CheckpointPool | None = None
     gates: list[Gate] = field(default_factory=list)
     prefix_limits: list[PrefixLimit] = field(default_factory=list)
     calls: dict[str, Callable[..., Any]] = field(default_factory=dict)

@@ -15,6 +15,7 @@ The scheduler asks its gates in ascending `order`, and stops at the first that b
      0 ... 29   a waiting request gets what it needs: work of other threads may begin here
     30 ... 69   the tokens of a step are counted and divided among requests
     70 ... 99   a request's tokens of a step end at an exact place: a later gate would cut them elsewhere
+                (and what saves what the data of such a gate overwrites: `data_for_hook` is called in this order, too)
    100          the engine is paused
 """
 
@@ -37,6 +38,8 @@ class Gate:
     order = 50
     saves_preempted = False
     """Blocks of preempted requests are saved: for the text of a warning."""
+    meets_limits = False
+    """What `can_load` counts can be continued: the gate has asked every `PrefixLimit`, or loads what it needs."""
 
     def receive(self, received: EngineRequest, number: int) -> EngineRequest:
         """A request arrives, the scheduler's `number`-th. Returns it, maybe with other fields.
@@ -108,6 +111,9 @@ class Gate:
         """A step failed. Returns the blocks of requests that this gate's data would have filled: they are unpublished, and
         running requests that use them end with an error."""
         return set()
+
+    def on_late_error(self, request: Request) -> None:
+        """A step that was in flight when the request ended has failed for it: what the step has computed is wrong."""
 
     def on_waiting_ended(self, request: Request) -> None:
         """The request ended while it waited."""

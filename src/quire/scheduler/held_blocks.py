@@ -70,7 +70,8 @@ class HeldBlocks:
         for gate in gates:
             if room > 0 and (num_blocks := min(gate.can_load(request, start) // size, room)) > 0:
                 end = start // size + num_blocks
-                num_blocks = self.kv.usable(request, end, end) - start // size
+                if not gate.meets_limits:
+                    num_blocks = self.kv.usable(request, end, end) - start // size
                 return (gate, num_blocks * size) if num_blocks > 0 else (None, 0)
         return None, 0
 

@@ -23,11 +23,10 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from quire.errors import ValidationError
 from quire.kvcache.manager import KVManager, Prefix
-from quire.logging import get_logger
 from quire.protocol.output import FINISHES, EngineOutput, ErrorKind, FinishReason
 from quire.protocol.plan import EnteredRow, StepPlan, StepResult
 from quire.protocol.request import EngineRequest
@@ -37,10 +36,9 @@ from quire.scheduler.held_blocks import HeldBlocks, Load
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.output import output_of
 from quire.scheduler.plan_builder import PendingOutputs, PlanBuilder
+from quire.scheduler.preemption_warning import warn_of_preemption
 from quire.scheduler.request import NO_ROW, Request
 from quire.scheduler.waiting_queue import WaitingQueue
-
-log = get_logger(__name__)
 
 MAX_COUNTED_WAITING = 256
 NO_TENSOR = "this engine generates tokens, and the request has no sampling parameters"
@@ -291,15 +289,7 @@ class Scheduler:
         builder.remove_work(request)
         self._preempt(request)
         saves = any(gate.saves_preempted for gate in self.gates)
-        log.warning_every(
-            "preemption", 5.0,
-            "Request %s is preempted by PreemptionMode.%s mode because there is not enough KV cache space: its %d tokens %s,"
-            " which costs time. Raise gpu_memory_utilization or tensor_parallel_size for more KV space, or lower"
-            " max_num_seqs or max_num_batched_tokens. total_cumulative_preemption_cnt=%d",
-            request.id, "SWAP" if saves else "RECOMPUTE", len(request.tokens),
-            "will be loaded again from where their blocks are kept" if saves else "will be computed again",
-            self.count.preemptions,
-        )  # fmt: skip
+        warn_of_preemption(request, saves, self.count.preemptions)
 
     def _leave(self, request: Request) -> None:
         self.running.remove(request)
@@ -335,6 +325,7 @@ class Scheduler:
             if request.finish is not None:
                 if error is not None:
                     self.held_blocks.retract_left(result.step, [request], set())
+                    self._report_late_errors([request])
                 continue
             if error is not None:
                 outputs.append(self._fail(request, error, result.kinds.get(index, "internal")))
@@ -393,8 +384,14 @@ class Scheduler:
             request.num_pending_tokens -= num_pending
             wrong_blocks |= self.kv.retract(request)
         wrong_blocks = self.held_blocks.retract_left(step, requests, wrong_blocks)
+        self._report_late_errors(request for request in requests if request.finish is not None)
         failed += [r for r, blocks in used.items() if wrong_blocks & blocks and r not in failed]
         return [self._fail(request, error) for request in failed]
+
+    def _report_late_errors(self, ended: Iterable[Request]) -> None:
+        for request in ended:
+            for gate in self.gates:
+                gate.on_late_error(request)
 
     # -- state ----------------------------------------------------------------------------------
     @property

@@ -52,6 +52,7 @@ class WorkerParts:
     """The parts of a worker that is being built; features add theirs.
 
     Attributes:
+        states: recurrent states of the rows, and their checkpoints.
         models: the main model, then those that features asked for. The list is the worker's: after a sleep it has other
             models.
         model_input: a feature may replace it, or wrap it.
@@ -69,6 +70,7 @@ class WorkerParts:
     models: list[LanguageModel]
     model_input: ModelInput
     rows: RequestRows
+    states: RowStates
     processors: list[Processor]
     hooks: list[Hook] = field(default_factory=list)
     functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
@@ -151,7 +153,7 @@ def build_worker(
     batcher = build_batcher(resolved, platform, plan)
     platform.check_room(plan.activations)
     rows, model = batcher.rows, models[0]
-    parts = build_parts(resolved, platform, plan, models, rows, ranks, places)
+    parts = build_parts(resolved, platform, plan, models, (rows, states), ranks, places)
     plug_in(features, parts)
     output, fast_step = build_output(resolved, platform, parts)
     step_blocks = -(-resolved.max_num_batched_tokens // resolved.block_size)
@@ -218,7 +220,7 @@ def build_parts(
     platform: Platform,
     plan: MemoryPlan,
     models: list[LanguageModel],
-    rows: RequestRows,
+    rows_and_states: tuple[RequestRows, RowStates],
     ranks: RankGroups,
     places: dict[str, slice],
 ) -> WorkerParts:
@@ -226,7 +228,8 @@ def build_parts(
     from quire.worker.sampling.load_processors import load_processors
 
     model_input = build_model_input(resolved, platform, plan, models[0], ranks)
-    parts = WorkerParts(platform, models, model_input, rows, [], places=places, ranks=ranks)
+    rows, states = rows_and_states
+    parts = WorkerParts(platform, models, model_input, rows, states, [], places=places, ranks=ranks)
     if parts.draws:
         names = resolved.config.model.logits_processors
         parts.processors = load_processors(

@@ -27,11 +27,13 @@ class RowStates:
 
     Attributes:
         storage: [max_rows * (1 + num_drafts) + 1 + num_checkpoints, bytes of one request's state], uint8; None while it is not allocated.
+        saved_in: by checkpoint, the step that wrote it.
     """
 
     def __init__(self, max_rows: int, num_checkpoints: int = 0, num_drafts: int = 0):
         self.max_rows, self.num_checkpoints = max_rows, num_checkpoints
         self.num_drafts = num_drafts
+        self.saved_in: dict[int, int] = {}
         self.storage: Tensor | None = None
         self.layers: list[StateLayer] = []
 
@@ -80,6 +82,12 @@ class RowStates:
         """Make the row's state the checkpoint in this slot."""
         if self.storage is not None:
             self.storage[self.max_rows + 1 + slot].copy_(self.storage[row])
+
+    def checkpoint(self, slot: int) -> Tensor:
+        """Its bytes, uint8. Raises RuntimeError: states are not allocated."""
+        if self.storage is None:
+            raise RuntimeError("recurrent states are not allocated")
+        return self.storage[self.max_rows + 1 + slot]
 
     def kept_entry(self, row: int, number: int) -> int:
         """The entry that keeps a row's state after its known tokens and `number` draft tokens."""

@@ -31,7 +31,12 @@ class StateMoves(Struct, array_like=True):
 
 
 class States(Protocol):
-    """The states of rows, and copies of them in slots."""
+    """The states of rows, and copies of them in slots.
+
+    saved_in: by slot, the step that saved it.
+    """
+
+    saved_in: dict[int, int]
 
     def clear(self, row: int) -> None: ...
     def load(self, row: int, slot: int) -> None: ...
@@ -46,7 +51,6 @@ class StateHook(Hook):
 
     def __init__(self, states: States):
         self.states = states
-        self.saved_in: dict[int, int] = {}  # by slot: the step that saved it
         self.saves: list[tuple[int, int]] = []
 
     def enter(self, new: EnteredRow) -> None:
@@ -62,7 +66,7 @@ class StateHook(Hook):
             return
         moves = msgspec.msgpack.decode(extra, type=StateMoves)
         for row, slot, step in moves.loads:
-            if self.saved_in.get(slot) != step:
+            if self.states.saved_in.get(slot) != step:
                 raise RuntimeError(f"step {step}, which failed, saved no state for row {row}")
             self.states.load(row, slot)
         self.saves = moves.saves
@@ -70,4 +74,4 @@ class StateHook(Hook):
     def after(self, plan: StepPlan) -> None:
         for row, slot in self.saves:
             self.states.save(row, slot)
-            self.saved_in[slot] = plan.step
+            self.states.saved_in[slot] = plan.step

@@ -5,7 +5,6 @@ from __future__ import annotations
 from quire.config.engine import Resolved
 from quire.engine.feature import EngineParts, Feature
 from quire.features.state_checkpoints.gate import CheckpointGate
-from quire.kvcache.checkpoints import CheckpointPool
 
 
 class StateCheckpointsFeature(Feature):
@@ -18,9 +17,9 @@ class StateCheckpointsFeature(Feature):
         return resolved.prefix_caching
 
     def plug_into_engine(self, engine: EngineParts) -> None:
-        if not (engine.info.num_checkpoints and engine.info.prefix_caching):
+        if (pool := engine.checkpoints) is None:
             return
-        resolved, pool = self.resolved, CheckpointPool(engine.info.num_checkpoints)
+        resolved = self.resolved
         places = resolved.block_size, resolved.checkpoint_boundary, resolved.checkpoint_interval
         junctions = resolved.config.cache.enable_mamba_shared_prefix_checkpoint
         gate = CheckpointGate(pool, *places, junctions, counts=engine.core.counts)

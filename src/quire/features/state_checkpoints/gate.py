@@ -8,10 +8,12 @@ checkpoint, was kept, since every step overwrites the state (docs/design/recurre
                from this prompt here
 
 It ends a step's tokens of a request there (`allow`), and tells the worker's hook to copy the state after the step
-(`extra`), which is when the step is certain to run. As a `PrefixLimit` it shortens a cached prefix to the last checkpoint.
+(`data_for_hook`), which is when the step is certain to run. As a `PrefixLimit` it shortens a cached prefix to the last checkpoint.
 """
 
 from __future__ import annotations
+
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -51,13 +53,15 @@ class CheckpointGate(Gate):
         self._rows: dict[int, Request] = {}
         # Of requests that run, or wait and have been considered:
         self._ends: dict[Request, int] = {}  # the last boundary of the prompt
-        self._found: dict[Request, int] = {}  # tokens in cached blocks
-        self._saved: dict[Request, list[bytes]] = {}
+        self._found: dict[Request, int] = {}  # tokens in blocks that are kept
+        # Of these, and of requests that have ended while steps in flight still compute their tokens:
+        self._saved: WeakKeyDictionary[Request, list[bytes]] = WeakKeyDictionary()
+        self._loads: list[tuple[int, int, int]] = []  # of the plan that is being made
 
     # -- as a PrefixLimit
     def usable(self, request: Request, num_found: int, num_blocks: int) -> int:
-        """How many of the first `num_blocks` cached blocks end with a checkpoint. `num_found`: all that are cached."""
-        self._found[request] = num_found * self.block_size
+        """How many of the first `num_blocks` cached blocks end with a checkpoint. `num_found`: all that are cached, or kept elsewhere."""
+        self._found[request] = max(num_found * self.block_size, self._found.get(request, 0))
         size = self.boundary // self.block_size
         last = num_blocks // size * size
         return next((n for n in range(last, 0, -size) if request.hashes[n - 1] in self.pool), 0)
@@ -97,33 +101,35 @@ class CheckpointGate(Gate):
         if not request.preemptions:
             self._count("prefix_kv_hits", self._found.get(request, 0))
             self._count("prefix_state_hits", request.num_computed_tokens)
+        if request.num_computed_tokens:
+            found = self.pool.use(self._hash(request, request.num_computed_tokens))
+            self._loads.append((request.row, found.slot, found.step))
 
     def leave(self, request: Request) -> None:
-        """The checkpoints of a request that failed may be wrong."""
-        for hash in self._saved.pop(request, ()):
-            if request.finish == "error":
-                self.pool.forget(hash)
         self.on_waiting_ended(request)
 
     def on_waiting_ended(self, request: Request) -> None:
+        if request.finish == "error":
+            self.on_late_error(request)
         self._ends.pop(request, None)
         self._found.pop(request, None)
 
+    def on_late_error(self, request: Request) -> None:
+        """The checkpoints of a request that failed may be wrong."""
+        for hash in self._saved.pop(request, ()):
+            self.pool.forget(hash)
+
     def data_for_hook(self, plan: StepPlan) -> bytes | None:
         """Which checkpoints rows start from, and which the plan's step makes. They can be found from now on."""
-        moves = StateMoves()
-        for new in plan.entered:
-            if new.num_computed_tokens:
-                hash = self._hash(self._rows[new.row], new.num_computed_tokens)
-                found = self.pool.use(hash)
-                moves.loads.append((new.row, found.slot, found.step))
+        moves, self._loads = StateMoves(self._loads), []
         for item in plan.work:
             request = self._rows[item.row]
             if self._needs_checkpoint(request, end := request.num_computed_tokens):
                 hash = self._hash(request, end)
                 junction = end == self._junction(request) and end < self._ends[request]
-                moves.saves.append((item.row, self.pool.add(hash, plan.step, junction).slot))
-                self._saved.setdefault(request, []).append(hash)
+                if (made := self.pool.add(hash, plan.step, junction)) is not None:
+                    moves.saves.append((item.row, made.slot))
+                    self._saved.setdefault(request, []).append(hash)
         return msgspec.msgpack.encode(moves) if moves.loads or moves.saves else None
 
     def _needs_checkpoint(self, request: Request, end: int) -> bool:
