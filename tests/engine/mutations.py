@@ -120,7 +120,7 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     "a state is restored from another boundary": (CHECKPOINTS, "CheckpointGate.enter", "self._hash(request, request.num_computed_tokens)", "[*self.pool.junctions, *self.pool.ends][-1]"),
     "a checkpoint is named by the block after it": (CHECKPOINTS, "CheckpointGate._hash", "request.hashes[number - 1]", "request.hashes[min(number, len(request.hashes) - 1)]"),
     "checkpoints outlive the cache": (MANAGER, "KVManager.reset", "limit.reset()", "pass"),
-    "an evicted checkpoint is found": (KEPT, "CheckpointPool.add", "(self.ends or self.junctions).popitem(last=False)", "next(iter((self.ends or self.junctions).items()))"),
+    "an evicted checkpoint is found": (KEPT, "CheckpointPool._take", "table.popitem(last=False)", "next(iter(table.items()))"),
 }  # fmt: skip
 
 

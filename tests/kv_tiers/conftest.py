@@ -37,6 +37,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]
 
 @pytest.fixture(autouse=True)
 def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block is enough for a load, and loads are always taken to be faster."""
+    """A block is enough for a load, loads are always taken to be faster, and none is late on a machine that does other work."""
     monkeypatch.setattr(rates, "FEWEST_TOKENS", 1)
+    monkeypatch.setattr(rates, "GRACE_S", 30.0)
     monkeypatch.setattr(rates.TierRates, "finished", lambda self, step, result: None)

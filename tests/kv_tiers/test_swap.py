@@ -20,7 +20,7 @@ from quire.kvcache.block_pool import NULL_BLOCK
 from quire.ops.cpu.bindings import best
 from quire.protocol.request import EngineRequest
 from quire.protocol.sampling_params import SamplingParams
-from quire.scheduler import scheduler
+from quire.scheduler import preemption_warning
 from tests.broken_rule import broken
 from tests.models.state_models import register, to_memory
 
@@ -128,7 +128,7 @@ def test_a_request_that_ends_while_it_is_swapped(
     checkpoint: Callable[..., str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its blocks lose their pins; the gauges say what is there meanwhile, and the warning what vLLM's said."""
-    scheduler.log._last.clear()  # another test may have warned
+    preemption_warning.log._last.clear()  # another test may have warned
     with swapping(checkpoint("qwen3"), 2, 12) as one, caplog.at_level(logging.WARNING):
         core, gate = one.client.core, gate_of(one)
         for number, prompt in enumerate(PROMPTS):
@@ -181,6 +181,60 @@ def test_a_reset_of_the_cache_forgets_what_is_swapped(checkpoint: Callable[..., 
         one.client.call("wake_up")
         assert flat(answers(one, PROMPTS)) == expected
         swapped(one)
+
+
+FIRST, SECOND = [9, 8, 7, 6] * 4, [30, 31, 32, 33] * 4  # a block each
+
+
+def answer_after_a_failed_step(path: str, depth: int) -> tuple[Any, float]:
+    """What a prompt of two blocks and more is answered, and the bytes that it loads from the swap space, when a step has failed that
+    should have written the second block: while it was in flight, its request was preempted, and the block was taken."""
+    few: dict[str, Any] = {"num_gpu_blocks_override": 4, "max_model_len": 64}
+    with swapping(path, depth, **{"num_blocks": 4, **few}) as one:
+        core, worker = one.client.core, one.client.core.executor.worker  # type: ignore[attr-defined]
+        scheduler, swap = core.scheduler, gate_of(one).swap
+        hook: Any = next(hook for hook in worker.hooks if hook.name == "kv_tiers")
+        before, failing, preempted = hook.before, list[int](), list[str]()
+
+        def fill_and_fail(plan: Any, batch: Any) -> None:
+            before(plan, batch)  # the block has the pattern now
+            if plan.step in failing:
+                raise RuntimeError("a fault of the device")
+            if failing and failing[0] in scheduler.in_flight:
+                preempted.extend(request.id for request in swap.swapped)
+
+        hook.before = fill_and_fail
+        one.tokens([[*FIRST, 5]], greedy(1))  # the first block is in the cache, and stays there
+        one.client.submit(EngineRequest("a", [4] * (2 * SIZE - 2), greedy(9)))
+        core.receive(block=False)
+        begun = scheduler.steps
+        while scheduler.steps < begun + 2:
+            core.step()
+        one.client.submit(EngineRequest("b", [*FIRST, *SECOND], greedy(9)))
+        core.receive(block=False)
+        failing.append(
+            begun + 3
+        )  # it computes the second block of b; the next one takes a third block for a
+        while scheduler.steps < begun + 4:
+            core.step()
+        while core.in_flight or scheduler.has_requests:
+            core.step()
+        assert preempted[0] == "b"
+        try:
+            found: Any = flat(answers(one, [[*FIRST, *SECOND, *range(40, 50)]]))
+        except RuntimeError as why:  # the pattern is not a number
+            found = str(why)
+        return found, count(one, "kv_load_bytes:host")
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_what_a_step_in_flight_writes_is_not_swapped(
+    depth: int, checkpoint: Callable[..., str]
+) -> None:
+    """The step may fail, and nobody would take back what was copied after it."""
+    path = checkpoint("qwen3")
+    expected = flat(computed(path, [[*FIRST, *SECOND, *range(40, 50)]]))
+    assert answer_after_a_failed_step(path, depth) == (expected, 0)
 
 
 LATE = "leaving, self.leaving, self.late = getattr(self, 'late', {}), {}, self.leaving"

@@ -10,16 +10,22 @@ import pytest
 from equality.engines import engine, greedy
 from kv_tiers import tier_workload
 from kv_tiers.kept import COMMON, hits, kept, save_all, spoil
+from kv_tiers.test_kept_tokens import computed, flat
+from kv_tiers.test_swap import FIRST as FIRST_BLOCK
+from kv_tiers.test_swap import SECOND as SECOND_BLOCK
+from kv_tiers.test_swap import answer_after_a_failed_step
 
 from tests.broken_rule import broken
 
 GATE, HOOK = "quire.features.kv_tiers.gate", "quire.features.kv_tiers.hook"
+STATES, PREFIX = "quire.features.kv_tiers.states", "quire.features.kv_tiers.kept_prefix"
+PENDING = "quire.features.kv_tiers.pending"
 SWAP, POOL = "quire.features.kv_tiers.swap", "quire.kvstore.host_pool"
 TRIALS = 400
 FIRST = {"what left a window stays published": 334, "a copy of a failed step is swapped": 180}
 """Where the workloads begin that notice a mutation late."""
 MUTATIONS: dict[str, tuple[str, str, str, str]] = {
-    "a row before the records are there": (GATE, "KVTierGate.loaded", "load.read.is_complete", "True"),
+    "a row before the records are there": (GATE, "KVTierGate.loaded", "load.is_ready", "True"),
     "copies of a request that enters are forgotten": (GATE, "KVTierGate.enter", "self.to_load += ANY", "pass"),
     "saved before the step is committed": (GATE, "KVTierGate._is_committed", "step < ANY", "True"),
     "what is wrong is saved when it is forgotten": (GATE, "KVTierGate.on_forget", "is_taken and ANY", "True"),
@@ -27,8 +33,8 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     "copies of a failed step are written": (GATE, "KVTierGate._finish_copies", "sent.has_failed", "False"),
     "slots are reused before all ranks have copied": (GATE, "KVTierGate._finish_copies", "step <= acknowledged", "True"),
     "a load that is not needed keeps its slots": (GATE, "KVTierGate.release", "self.transfers.cancel(ANY)", "pass"),
-    "a window may have gaps": (GATE, "KVTierGate._last_complete", "(gap := ANY) < 0", "(gap := -1) < 0"),
-    "a group is not asked": (GATE, "KVTierGate._last_complete", "self.kv.unbounded", "self.kv.unbounded[:1] if end else []"),
+    "a window may have gaps": (PREFIX, "KeptPrefix._last_complete", "(gap := ANY) < 0", "(gap := -1) < 0"),
+    "a group is not asked": (PREFIX, "KeptPrefix._last_complete", "self.groups", "[]"),
     "what left a window stays published": ("quire.kvcache.manager", "KVManager.published_by", "set(ANY)", "set()"),
     "a swapped block is found before its copy has run": (SWAP, "SwapSpace.take_leaving", "self.copying.add(key)", "self.pool.add(key, slot)"),
     "a swapped block is copied one plan late": (
@@ -38,13 +44,35 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     "a copy of a failed step is swapped": (GATE, "KVTierGate._finish_copies", "sent.has_failed or sent.is_outdated", "False"),
     "a slot with a pin is given up": (POOL, "HostPool.take", "self._idle.popitem(last=False)[1] if self._idle else None", "next(iter((self._idle or self._pinned).values()), None)"),
     "a request that ends keeps its pins": (GATE, "KVTierGate.on_waiting_ended", "self.swap.returned(request)", "pass"),
+    "what leaves while the store is down is saved later": (
+        GATE, "KVTierGate._choose_saves", "chosen, self.leaving = self.leaving, []",
+        "chosen, self.leaving = (self.leaving, []) if self.store.is_open else ([], self.leaving)",
+    ),
+    "a row before its state is there": (PENDING, "TierLoad.is_ready", "not ANY", "True"),
+    "a state is found before all of its parts are copied": (STATES, "KeptStates.copied", "not load.num_left", "load.slot in self.pool.reserved"),
+    "a prompt goes on without a state": (PREFIX, "KeptPrefix._last_state", "usable < end", "(usable := end) < end"),
+    "a state of a step in flight is saved": (STATES, "KeptStates.choose", "not self._is_committed(save.step)", "False"),
+    "an evicted state of a step in flight is saved": (STATES, "KeptStates.on_forget", "self._is_committed(save.step)", "True"),
+    "an evicted state is saved by the plan after": (
+        STATES, "KeptStates.choose", "leaving, self.leaving = self.leaving, []",
+        "leaving, self.leaving, self.late = getattr(self, 'late', []), [], self.leaving",
+    ),
+    "a wrong state is saved when it is forgotten": (STATES, "KeptStates.on_forget", "save is not None and is_evicted and ANY", "save is not None and self._is_committed(save.step)"),
+    "a load that is not needed keeps its place": (STATES, "KeptStates.cancel", "self.pool.give_back(load.slot)", "pass"),
+    "a request that ended is not told of its error": ("quire.scheduler.scheduler", "Scheduler._report_late_errors", "gate.on_late_error(request)", "pass"),
     "the hash ignores the salt": (
         "quire.kvcache.block_hash", "Hasher.root", 'f"{ANY}:{len(salt)}:{salt}{named}"', 'f"{self.identity}:{named}"',
     ),
 }  # fmt: skip
 
 
-IN_FAULTY = {"a copy of a failed step is swapped"}
+UNCOMMITTED = (SWAP, "SwapSpace.on_taken", "key not in self.written", "True")
+"""What a step in flight writes is swapped: `test_swap.py` has the order of steps that notices it."""
+
+IN_FAULTY = {
+    "a copy of a failed step is swapped",
+    "an evicted state of a step in flight is saved",
+}
 """What only workloads notice in which steps fail."""
 
 
@@ -61,6 +89,19 @@ def noticed(name: str) -> bool:
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_the_workloads_notice_a_broken_rule(name: str) -> None:
     assert noticed(name)
+
+
+@pytest.mark.parametrize("depth", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_block_that_is_swapped_before_its_step_has_run_is_noticed(
+    depth: int, checkpoint: Callable[..., str]
+) -> None:
+    """Workloads hardly notice it: another request must have the same prompt, and find all but this block in the cache."""
+    path = checkpoint("qwen3")
+    expected = flat(computed(path, [[*FIRST_BLOCK, *SECOND_BLOCK, *range(40, 50)]]))
+    with broken(*UNCOMMITTED):
+        found, num_bytes = answer_after_a_failed_step(path, depth)
+    assert num_bytes
+    assert found != expected
 
 
 PROMPTS = [[9, 8, 7] * 15 + [20 + n] * 30 for n in range(4)]

@@ -1,5 +1,5 @@
 """The random workloads of tests/engine with a tier: a store that is slow, empty in places, late and short of slots, swap space that
-is too small, or both.
+is too small, or both. A stateful device keeps its checkpoints there, in parts.
 
 Workloads without faults of the device share one store for each block size, as restarted engines do: each block that one finds was
 computed by another. `python tests/kv_tiers/tier_workload.py 3000` runs many by hand.
@@ -20,14 +20,14 @@ ENGINE = Path(__file__).parents[1] / "engine"
 sys.path[:0] = [str(ENGINE), str(ENGINE.parents[1])] * (str(ENGINE) not in sys.path)
 
 import workload  # noqa: E402
-from toy_device import POISON  # noqa: E402
+from toy_device import POISON, ToyStates  # noqa: E402
 
 from quire.config.observe import ObserveConfig  # noqa: E402
 from quire.engine.listener import EngineListener  # noqa: E402
 from quire.features.kv_tiers.copies import BlockCopies  # noqa: E402
 from quire.features.kv_tiers.gate import KVTierGate  # noqa: E402
-from quire.features.kv_tiers.pending import SentCopies  # noqa: E402
-from quire.features.kv_tiers.swap import KIND, SwapSpace  # noqa: E402
+from quire.features.kv_tiers.pending import HOST, SentCopies  # noqa: E402
+from quire.features.kv_tiers.swap import SwapSpace  # noqa: E402
 from quire.features.kv_tiers.tier_counts import TierCounts  # noqa: E402
 from quire.features.kv_tiers.transfers import BlockRead  # noqa: E402
 from quire.kvstore.host_pool import HostPool  # noqa: E402
@@ -133,6 +133,45 @@ class ToyTransfers:
                 read.kinds[place] = "disk"
 
 
+class PartStates(ToyStates):
+    """States whose checkpoints are written in parts. One with parts of several states is wrong."""
+
+    def __init__(self, num_parts: int):
+        super().__init__()
+        self.num_parts = num_parts
+
+    def save(self, row: int, slot: int) -> None:
+        self.checkpoints[slot] = [self.rows[row]] * self.num_parts
+
+    def load(self, row: int, slot: int) -> None:
+        self.loads += 1
+        parts: Any = self.checkpoints[slot]
+        self.rows[row] = parts[0] if len(set(map(str, parts))) == 1 else "torn"
+
+    def lose(self) -> None:
+        super().lose()
+        self.checkpoints = {slot: ["lost"] * self.num_parts for slot in self.checkpoints}
+
+    def copy(self, copies: BlockCopies, first: int, staging: ToyStaging, step: int) -> None:
+        """As the worker's hook does, after rows have continued from checkpoints."""
+        for slot, group, place in copies.saves:
+            if group >= first:
+                kept: Any = self.checkpoints[place]
+                staging.content[slot] = ["half"]
+                staging.late.append((step, slot, [kept[group - first], group - first], True))
+        for slot, group, place in copies.loads:
+            if group >= first:
+                content = staging.content[slot]
+                assert content[1] == group - first, "another part"
+                staging.late.append((step, slot, content, False))
+                self.checkpoints.setdefault(place, [None] * self.num_parts)
+                self.checkpoints[place] = list(self.checkpoints[place])  # type: ignore[call-overload]
+                self.checkpoints[place][group - first] = content[0]  # type: ignore[index]
+        for place, before in copies.filled:
+            if not before or self.saved_in.get(place) == before:
+                self.saved_in[place] = step
+
+
 class ToyRates:
     def __init__(self, rng: random.Random):
         self.rng, self.patience = rng, rng.choice([3, 40, 10_000])
@@ -150,7 +189,13 @@ class ToyRates:
 
 
 class TickingGate(KVTierGate):
+    flaps: random.Random | None = None
+    """Draws when the store is down, as a server may be."""
+
     def begin(self, running: Any) -> None:
+        if self.flaps is not None:
+            store: Any = self.store
+            store.is_open = self.flaps.random() < 0.7
         self.transfers.tick()  # type: ignore[attr-defined]
         super().begin(running)
 
@@ -174,19 +219,29 @@ def add_tier(s: workload.Setting, seed: int, stores: dict[Any, ToyStore]) -> KVT
     kv, device, rng = s.scheduler.kv, s.device, random.Random(~seed ^ 77)
     if not kv.caching:
         return None
-    store = ToyStore() if s.faulty else stores.setdefault(kv.block_size, ToyStore())
+    num_groups, num_parts = len(kv.groups), 0
+    if device.hook is not None:
+        num_parts = random.Random(~seed ^ 55).choice([1, 2, 3])
+        device.hook.states = device.states = PartStates(num_parts)
+    name = kv.block_size, num_groups, num_parts
+    flaps = random.Random(~seed ^ 88)
+    store = (
+        ToyStore()
+        if s.faulty or random.Random(~seed ^ 88).random() < 0.15
+        else stores.setdefault(name, ToyStore())
+    )
     staging = ToyStaging(rng)
-    if device.states is not None:  # they are not kept, but there is swap space
-        store = ToyStore()
-        store.is_open = False
     transfers: Any = ToyTransfers(store, staging, rng)
     size, counts = kv.block_size, dict[str, float]()
     rates: Any = ToyRates(rng)
     gate = TickingGate(
-        s.scheduler, transfers, [1] * len(kv.groups), rates,
+        s.scheduler, transfers, [1] * num_groups, rates,
         policy=rng.choice(["auto", "second-use", "always", "always"]), may_save=lambda: rng.random() < 0.5,
-        exact=True, counts=TierCounts(counts, [KIND, "disk"], ["disk"], ObserveConfig()), swap=SwapSpace(HostPool(staging.kept), kv.pool.by_hash, counts), clock=lambda: float(s.late.now),
+        exact=True, counts=TierCounts(counts, [HOST, "disk"], ["disk"], ObserveConfig()), swap=SwapSpace(HostPool(staging.kept), kv.pool.by_hash, counts), clock=lambda: float(s.late.now),
+        checkpoints=s.checkpoints.pool if s.checkpoints is not None else None, part_bytes=[1] * num_parts,
+        boundary=s.checkpoints.boundary // size if s.checkpoints is not None else 1,
     )  # fmt: skip
+    gate.flaps = flaps if flaps.random() < 0.15 else None
     s.scheduler.gates.append(gate)
     kv.pool.listeners.append(gate)
     s.core.listeners.append(Forgets(gate))
@@ -209,15 +264,19 @@ def add_tier(s: workload.Setting, seed: int, stores: dict[Any, ToyStore]) -> KVT
         device.failing_steps = float(fails)
         if (extra := plan.extras.get(gate.name)) is not None:
             copies = msgspec.msgpack.decode(extra, type=BlockCopies)
-            for slot, _, block in copies.saves:
+            for slot, group, block in copies.saves:
                 assert slot not in staging.free
+                if group >= num_groups:
+                    continue
                 content = device.memory[block * size : (block + 1) * size]
                 staging.content[slot] = ["half"]
                 if slot in staging.kept and not fails:
                     staging.content[slot] = content
                 elif not fails:
                     staging.late.append((plan.step, slot, content, True))
-            for slot, _, block in copies.loads:
+            for slot, group, block in copies.loads:
+                if group >= num_groups:
+                    continue
                 assert block, "the null block is loaded"
                 content = staging.content[slot]
                 if slot not in staging.kept:
@@ -225,10 +284,25 @@ def add_tier(s: workload.Setting, seed: int, stores: dict[Any, ToyStore]) -> KVT
                 device.memory[block * size : (block + 1) * size] = (
                     [POISON] * size if fails else content
                 )
+        is_lost.clear()
+        if fails and faults.random() < 0.5:
+            is_lost.append(plan.step)
         staging.ran = plan.step
         run(plan)
         device.failing_steps = share
 
+    is_lost = list[int]()  # the step that is running, if it fails before its copies of states
+    if device.hook is not None:
+        before: Any = device.hook.before
+
+        def copy_states(plan: StepPlan, batch: Any) -> None:
+            before(plan, batch)
+            if (extra := plan.extras.get(gate.name)) is not None and plan.step not in is_lost:
+                copies = msgspec.msgpack.decode(extra, type=BlockCopies)
+                states.copy(copies, num_groups, staging, plan.step)
+
+        states: Any = device.states
+        device.hook.before = copy_states  # type: ignore[method-assign]
     device._run = copy_and_run  # type: ignore[method-assign]
     return gate
 
@@ -260,6 +334,7 @@ def trial(seed: int, stores: dict[Any, ToyStore], *, faulty: bool = False) -> di
     assert gate.staging.num_free == gate.staging.num_slots, "slots leaked"
     assert not any([gate.loads, gate.running, gate.sent, gate.unsaved, gate.leaving])
     assert not gate.most_blocks
+    assert not any([gate.states.pool.reserved, gate.states.unsaved, gate.states.leaving])
     swap, pool = gate.swap, gate.swap.pool
     assert not any(
         [swap.swapped, swap.leaving, swap.copying, pool._pinned, pool._pins, pool._outdated]

@@ -51,8 +51,11 @@ def measured_rate(resolved: Resolved) -> float:
 def kept_blocks(resolved: Resolved, plan: MemoryPlan) -> list[str]:
     """The section "Kept KV blocks"; none if no folder keeps them."""
     cache, num_bytes = resolved.config.cache, token_bytes(plan)
-    if not (cache.kv_disk_dir or cache.kv_remote_url) or not num_bytes:
+    states = plan.state_bytes if plan.num_checkpoints else 0
+    if not (cache.kv_disk_dir or cache.kv_remote_url) or not (num_bytes or states):
         return []
+    if not num_bytes:
+        return ["Kept recurrent states\n" + table(_of_states(resolved, states, 0))]
     each = num_bytes * PER_SECOND
     days = {
         "always": f"{_days(WRITES / (each * DAY_S))} at {PER_SECOND} new tokens per second",
@@ -63,11 +66,29 @@ def kept_blocks(resolved: Resolved, plan: MemoryPlan) -> list[str]:
         ("one token", f"{size(num_bytes)}; {cache.kv_disk_size:g} GiB keep {int(cache.kv_disk_size * GIB / num_bytes):,} tokens"),
         ("break-even", f"a disk or server that reads {size(each)} per second is as fast as computing {PER_SECOND} prompt tokens per second"),
     ]  # fmt: skip
+    if states:
+        rows += _of_states(resolved, states, num_bytes)
     if rate := measured_rate(resolved):
         rows.append(("on this machine", f"the last server computed {rate:.0f} prompt tokens per second: {size(int(rate * num_bytes))} per second is as fast"))  # fmt: skip
     if cache.kv_disk_dir:
         rows.append(("disk life", f"{days[cache.kv_disk_write]} (600 TB of writes, kv_disk_write={cache.kv_disk_write})"))  # fmt: skip
     return ["Kept KV blocks\n" + table(rows)]
+
+
+def _of_states(resolved: Resolved, states: int, num_bytes: int) -> list[tuple[str, str]]:
+    """The rows of a model whose states have this many bytes, and its tokens `num_bytes`."""
+    interval = resolved.checkpoint_interval
+    where = (
+        f"at the end of a prompt, and every {interval} tokens"
+        if interval
+        else "at the end of a prompt"
+    )
+    as_tokens = f", as many as {states // num_bytes:,} tokens" if num_bytes else ""
+    rows = [("one recurrent state", f"{size(states)}{as_tokens}; kept {where}")]
+    if rate := measured_rate(resolved) if not num_bytes else 0.0:
+        each = int(rate * states / PER_SECOND)
+        rows.append(("on this machine", f"the last server computed {rate:.0f} prompt tokens per second: with {PER_SECOND} tokens for each state, {size(each)} per second is as fast"))  # fmt: skip
+    return rows
 
 
 def _days(days: float) -> str:

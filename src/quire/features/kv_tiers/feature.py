@@ -20,11 +20,11 @@ from quire.config.engine import Resolved
 from quire.engine.feature import EngineParts, Feature
 from quire.engine.kv_identity import digest_of, kv_facts
 from quire.errors import QuireError
-from quire.features.kv_tiers.copies import NAME, RankBlocks
+from quire.features.kv_tiers.copies import NAME, RankBlocks, part_bytes
 from quire.features.kv_tiers.gate import KVTierGate
 from quire.features.kv_tiers.lookups import LookupGate
+from quire.features.kv_tiers.pending import HOST
 from quire.features.kv_tiers.rates import FEWEST_TOKENS, TierRates
-from quire.features.kv_tiers.swap import KIND as HOST
 from quire.features.kv_tiers.swap import SwapSpace
 from quire.features.kv_tiers.tier_counts import LOOKUP_WAIT, TierCounts
 from quire.features.kv_tiers.transfers import Transfers
@@ -48,6 +48,9 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 STAGING_BYTES = 128 << 20
+MOST_PARTS = 1 << 15
+PART_BYTES = 128 << 10
+"""Of a recurrent state, in one record; more if a block has more, since all slots have one size."""
 FEWEST_SLOTS = 4
 FLUSH_S = 5.0
 SWAP_SPACE = 4
@@ -86,7 +89,7 @@ class KVTiersFeature(Feature):
     def plug_into_worker(self, parts: WorkerParts) -> None:
         from quire.features.kv_tiers.hook import KVTierHook
 
-        hook = KVTierHook(parts.models)
+        hook = KVTierHook(parts.models, parts.states)
         parts.hooks.append(hook)
         parts.functions |= {"kv_tier_blocks": hook.describe, "kv_tier_attach": hook.attach}
 
@@ -94,23 +97,23 @@ class KVTiersFeature(Feature):
     def plug_into_engine(self, engine: EngineParts) -> None:
         core = engine.core
         ranks = msgspec.convert(core.executor.call("kv_tier_blocks"), list[RankBlocks])
-        swapped = swap_bytes(self.resolved)
+        swapped = swap_bytes(self.resolved) if any(sum(one.group_bytes) for one in ranks) else 0
         if refusal := self._refusal(engine, ranks):
             log.warning("no KV blocks are kept: %s", refusal)
             return
-        if engine.info.state_bytes and _keeps(self.resolved):
-            log.warning("no KV blocks are kept for later requests: recurrent states are not kept, and this model cannot continue without them")  # fmt: skip
-            if not swapped:
-                return
-        staging, group_bytes = attach_staging(core, ranks, swapped)
+        keeps_states = engine.checkpoints is not None and _keeps(self.resolved)
+        staging, group_bytes, part_sizes = attach_staging(core, ranks, swapped, keeps_states)
         facts = kv_facts(self.resolved, engine.info) | {
             "attention of layers": ",".join(
                 sorted({name for one in ranks for name in one.backends})
             ),
             "ranks": str([one.group_bytes for one in ranks]),
         }
+        if part_sizes:
+            facts["states"] = digest_of({str(rank): one.states for rank, one in enumerate(ranks)})
+            facts["parts of states"] = str(part_sizes)
         cache = self.resolved.config.cache
-        stores = [] if engine.info.state_bytes else self._stores(partial(self._identify, facts))
+        stores = self._stores(partial(self._identify, facts))
         kinds = [one.kind for one in stores]
         tiers = ([HOST] if swapped else []) + kinds
         counts = TierCounts(core.counts, tiers, kinds, self.resolved.config.observe)
@@ -122,6 +125,8 @@ class KVTiersFeature(Feature):
             exact=engine.info.model_impl == "native" and all(one.exact for one in ranks),
             counts=counts,
             swap=SwapSpace(HostPool(staging.kept), core.scheduler.kv.pool.by_hash, core.counts, staging.slot_bytes),
+            checkpoints=engine.checkpoints, part_bytes=part_sizes,
+            boundary=self.resolved.checkpoint_boundary // self.resolved.block_size,
         ), core  # fmt: skip
         engine.gates.append(self.gate)
         engine.counters += counts.names
@@ -133,6 +138,8 @@ class KVTiersFeature(Feature):
                 self.lookups = LookupGate(
                     core.scheduler.kv,
                     store,
+                    self.gate.states,
+                    group_bytes,
                     self._is_on_disk,
                     engine.wake,
                     partial(counts.observe, LOOKUP_WAIT),
@@ -162,7 +169,10 @@ class KVTiersFeature(Feature):
     def _refusal(self, engine: EngineParts, ranks: Sequence[RankBlocks]) -> str:
         """Why blocks of this engine cannot be kept; "": they can."""
         parallel = self.resolved.config.parallel
-        if not (engine.info.prefix_caching and any(sum(one.group_bytes) for one in ranks)):
+        num_bytes = sum(
+            sum(one.group_bytes) + one.state_bytes * _keeps(self.resolved) for one in ranks
+        )
+        if not (engine.info.prefix_caching and num_bytes):
             return "this model has no prefix cache"
         if len(parallel.nodes_of_engine) > 1 or self.resolved.executor == "external_launcher":
             return "the ranks of an engine must be processes of one machine"
@@ -213,13 +223,21 @@ class KVTiersFeature(Feature):
                 self.rates.tokens_per_second = max(
                     0.0, float((self.disk.folder / RATE).read_text())
                 )
-        group_bytes = self.gate.group_bytes if self.gate else ()
-        token_bytes = sum(group_bytes) / self.resolved.block_size
+        if self.gate is None:
+            return
+        token_bytes = sum(self.gate.group_bytes) // self.resolved.block_size
+        rates = [
+            f"{rate / num_bytes:.{digits}f} {what} per second ({size(num_bytes)} each)"
+            for num_bytes, digits, what in (
+                (token_bytes, 0, "tokens"),
+                (sum(self.gate.states.part_bytes), 1, "recurrent states"),
+            )
+            if num_bytes
+        ]
         log.info(
-            "kept KV blocks: %s (%.1f s); reads at %s per second give %.0f tokens per second (%s per token); prompts"
+            "kept KV blocks: %s (%.1f s); reads at %s per second give %s; prompts"
             " are loaded from %d tokens on, if that is faster than computing them, which is measured (%s)",
-            store.describe(), seconds, size(int(rate)), rate / token_bytes, size(int(token_bytes)), FEWEST_TOKENS,
-            self._computing(),
+            store.describe(), seconds, size(int(rate)), " and ".join(rates), FEWEST_TOKENS, self._computing(),
         )  # fmt: skip
 
     def _computing(self) -> str:
@@ -274,21 +292,26 @@ def swap_bytes(resolved: Resolved) -> int:
 
 
 def attach_staging(
-    core: EngineCore, ranks: Sequence[RankBlocks], num_kept_bytes: int
-) -> tuple[Staging, list[int]]:
-    """The memory that all ranks copy blocks to and from, and the bytes of a block, by KV group.
+    core: EngineCore, ranks: Sequence[RankBlocks], num_kept_bytes: int, keeps_states: bool
+) -> tuple[Staging, list[int], list[int]]:
+    """The memory that all ranks copy blocks to and from, the bytes of a block, by KV group, and those of each part of a state.
 
     num_kept_bytes: of it, for blocks that stay there.
     """
     num_groups = len(core.scheduler.kv.groups)
     padded = [one.group_bytes + [0] * (num_groups - len(one.group_bytes)) for one in ranks]
-    group_bytes = [sum(column) for column in zip(*padded, strict=True)]
-    slot_bytes = record_size(max(group_bytes))
+    largest = max(sum(column) for column in zip(*padded, strict=True))
+    state_bytes = sum(one.state_bytes for one in ranks) * keeps_states
+    if num_parts := -(-state_bytes // max(largest, PART_BYTES, state_bytes // MOST_PARTS)):
+        for one, sizes in zip(ranks, padded, strict=True):
+            sizes += part_bytes(one.state_bytes, num_parts)
+    record_bytes = [sum(column) for column in zip(*padded, strict=True)]
+    slot_bytes = record_size(max(record_bytes))
     num_slots = max(STAGING_BYTES // slot_bytes, FEWEST_SLOTS)
     staging = Staging(slot_bytes, num_slots, len(ranks), num_kept_bytes // slot_bytes)
     places = {
-        one.id: (rank, [sum(other[g] for other in padded[:rank]) for g in range(num_groups)])
+        one.id: (rank, [sum(other[g] for other in padded[:rank]) for g in range(len(record_bytes))])
         for rank, one in enumerate(ranks)
     }
-    core.executor.call("kv_tier_attach", staging.path, places, slot_bytes)
-    return staging, group_bytes
+    core.executor.call("kv_tier_attach", staging.path, places, slot_bytes, num_parts)
+    return staging, record_bytes[:num_groups], record_bytes[num_groups:]

@@ -10,25 +10,31 @@ memory, `hook.py` moves slots from and to blocks.
             done so -> a thread writes the slot. A block that is taken for other content before is copied by the plan that
             takes it; if there is no slot, it is not kept.
     swap    blocks of preempted requests go to slots of host memory, and come back from there (`swap.py`).
+
+A model with recurrent states also needs the state at the end of what is loaded (`states.py`).
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 import msgspec
 
 from quire.features.kv_tiers.copies import NAME, BlockCopies
-from quire.features.kv_tiers.pending import LoadCopy, SentCopies, TierLoad
+from quire.features.kv_tiers.kept_prefix import KeptPrefix
+from quire.features.kv_tiers.pending import HOST, LoadCopy, SentCopies, TierLoad
 from quire.features.kv_tiers.rates import TierRates
-from quire.features.kv_tiers.swap import KIND, SwapSpace
+from quire.features.kv_tiers.states import KeptStates
+from quire.features.kv_tiers.swap import SwapSpace
 from quire.features.kv_tiers.tier_counts import LOAD_SIZE, LOOKUP, STORE_SIZE, TierCounts
 from quire.features.kv_tiers.transfers import Transfers
 from quire.kvcache.block_pool import NULL_BLOCK
+from quire.kvcache.checkpoints import CheckpointPool
 from quire.kvstore.disk import Key
 from quire.kvstore.host_pool import HostPool
 from quire.protocol.plan import StepPlan
@@ -58,10 +64,12 @@ class KVTierGate(Gate):
         may_save: whether the store takes a block now that only one request has used.
         exact: whether generated tokens have the same keys and values as in a prompt; if not, only prompts are kept.
         swap: for blocks of preempted requests; None: these are computed again.
+        checkpoints: recurrent states that are kept, too; None: none are. `part_bytes`, `boundary`: as in `KeptStates`.
     """
 
     name = NAME
-    order = 29
+    order = 95  # after the gate of checkpoints, whose plan overwrites states that are saved
+    meets_limits = True
 
     def __init__(
         self,
@@ -75,6 +83,9 @@ class KVTierGate(Gate):
         exact: bool,
         counts: TierCounts,
         swap: SwapSpace | None = None,
+        checkpoints: CheckpointPool | None = None,
+        part_bytes: Sequence[int] = (),
+        boundary: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.swap = swap or SwapSpace(HostPool(()), scheduler.kv.pool.by_hash, counts.counts)
@@ -82,6 +93,12 @@ class KVTierGate(Gate):
         self.scheduler, self.kv, self.transfers = scheduler, scheduler.kv, transfers
         self.store, self.staging = transfers.store, transfers.staging
         self.group_bytes, self.rates, self.clock = group_bytes, rates, clock
+        self.record_bytes = [*group_bytes, *part_bytes]
+        self.states = KeptStates(
+            CheckpointPool(0) if checkpoints is None else checkpoints, self.store, len(group_bytes), part_bytes, boundary,
+            self._is_committed, partial(counts.add, "kv_stores_skipped"),
+        )  # fmt: skip
+        self.prefix = KeptPrefix(self.kv, self.store, self.swap, self.states, group_bytes)
         self.policy, self.may_save, self.exact, self.counts = policy, may_save, exact, counts
         self.loads: dict[Request, TierLoad] = {}
         self.most_blocks: dict[Request, int] = {}  # after a load that failed
@@ -106,37 +123,16 @@ class KVTierGate(Gate):
         if most <= first or not (self.store.is_open or self.swap.is_on):
             return 0
         began = time.perf_counter()
-        end = self._last_complete(request, first, most)
+        end = self.prefix.end(request, first, most)
         self.counts.observe(LOOKUP, time.perf_counter() - began)
-        num_tokens = (end - first) * size
-        return num_tokens if self._is_worth_it(request, first, num_tokens) else 0
+        return (end - first) * size if end > first and self._is_worth_it(request, first, end) else 0
 
-    def _last_complete(self, request: Request, first: int, most: int) -> int:
-        """The end of the longest run of blocks after the first `first` of which all is kept that is needed."""
-        end, groups = first, self.kv.unbounded
-        while end < most and all(self._has((group, request.hashes[end])) for group in groups):
-            end += 1
-        while end > first:
-            gaps = [self._last_gap(request, group, first, end) for group, _ in self.kv.windows]
-            if (gap := min((gap for gap in gaps if gap >= 0), default=-1)) < 0:
-                break
-            end = gap
-        return end
-
-    def _last_gap(self, request: Request, group: int, first: int, end: int) -> int:
-        """The last missing block of a group with a window that the token after `end` blocks needs; -1: none is missing."""
-        spec, size = dict(self.kv.windows)[group], self.kv.block_size
-        for index in range(end - 1, max(first, spec.first_needed(end * size) // size) - 1, -1):
-            if not self._has((group, request.hashes[index])):
-                return index
-        return -1
-
-    def _has(self, key: Key) -> bool:
-        return key in self.swap.pool or key in self.store
-
-    def _is_worth_it(self, request: Request, first: int, num_tokens: int) -> bool:
-        num_bytes = num_tokens // self.kv.block_size * sum(self.group_bytes)
-        if request in self.swap.swapped:
+    def _is_worth_it(self, request: Request, first: int, end: int) -> bool:
+        num_tokens = (end - first) * self.kv.block_size
+        num_bytes = (end - first) * sum(self.group_bytes)
+        if more := self.states.bytes_to_load(request.hashes[end - 1]):
+            num_bytes += more
+        elif request in self.swap.swapped:
             return self.rates.loads_faster(num_tokens, num_bytes, COPY_RATE, is_near=True)
         return self.rates.loads_faster(num_tokens, num_bytes, self.transfers.read_rate)
 
@@ -146,19 +142,26 @@ class KVTierGate(Gate):
             (group, column[index], request.hashes[index])
             for index in range(start // size, (start + num_tokens) // size)
             for group, column in enumerate(request.blocks)
-            if column[index] != NULL_BLOCK
+            if column[index] != NULL_BLOCK and self.group_bytes[group]
         ]
         near = self.swap.load(request, found)
         found = [one for one in found if (one[0], one[2]) not in self.swap.pool]
-        keys = [((group, hash), self.group_bytes[group]) for group, _, hash in found]
-        seconds = self.rates.most_seconds(sum(n for _, n in keys), self.transfers.read_rate)
-        read = self.transfers.read(keys)
+        keys = [(group, hash) for group, _, hash in found]
         blocks = [block for _, block, _ in found]
-        self.loads[request] = TierLoad(blocks, num_tokens, self.clock() + seconds, read, near)
+        end = request.hashes[(start + num_tokens) // size - 1]
+        if (state := self.states.begin_load(end)) is not None:
+            keys += self.states.keys(end)
+            blocks += [state.slot] * state.num_left
+        sized = [(key, self.record_bytes[key[0]]) for key in keys]
+        seconds = self.rates.most_seconds(sum(n for _, n in sized), self.transfers.read_rate)
+        read = self.transfers.read(sized)
+        self.loads[request] = TierLoad(
+            blocks, num_tokens, self.clock() + seconds, read, near, state
+        )
 
     def loaded(self, request: Request) -> bool | None:
         load = self.loads[request]
-        if load.read.is_complete:
+        if load.is_ready:
             return True
         if (bad := load.read.first_bad) < len(load.read.keys):
             self.counts.add("kv_load_failures:" + load.read.reason)
@@ -179,7 +182,7 @@ class KVTierGate(Gate):
             self.to_load += load.near + self._arrived(request, load)
             self.swap.on_written(request, request.num_cached_blocks, num_found, step)
             num_bytes = sum(self.group_bytes[one.key[0]] for one in load.near)
-            self.counts.add("kv_load_bytes:" + KIND, num_bytes)
+            self.counts.add("kv_load_bytes:" + HOST, num_bytes)
             self.counts.observe(LOAD_SIZE, num_bytes + sum(n for _, n in load.read.keys))
         if not (request.preemptions or request.params.skip_reading_prefix_cache):
             self._count_look_up(request, load)
@@ -189,7 +192,7 @@ class KVTierGate(Gate):
     def _count_look_up(self, request: Request, load: TierLoad | None) -> None:
         size, num_loaded = self.kv.block_size, load.num_tokens if load is not None else 0
         num_cached = request.num_computed_tokens - num_loaded
-        request.loaded_tokens = self._by_kind(load) if load is not None else {}
+        request.loaded_tokens = load.tokens_by_kind(size) if load is not None else {}
         if load is not None or self.store.is_open or self.swap.is_on:
             num_blocks = (request.num_prompt - 1) // size - num_cached // size
             self.counts.looked_for(num_blocks, size, request.loaded_tokens)
@@ -198,6 +201,8 @@ class KVTierGate(Gate):
         if (load := self.loads.pop(request, None)) is not None:
             self.transfers.cancel(load.read)
             self._unpin(load.near)
+            if load.state is not None:
+                self.states.cancel(load.state)
         return True
 
     def revoke(self, request: Request) -> None:
@@ -228,16 +233,6 @@ class KVTierGate(Gate):
             found.append(LoadCopy(slot, load.read.keys[place][0], load.blocks[place], request))
         return found
 
-    def _by_kind(self, load: TierLoad) -> dict[str, int]:
-        """Loaded tokens of the prompt by kind of store. A block whose KV groups came from several stores counts for the store of its last
-        group; a block that no window needs any more was not loaded, and counts for the store of the first loaded block."""
-        keys, size = load.read.keys, self.kv.block_size
-        kinds = {keys[place][0][1]: kind for place, kind in list(load.read.kinds.items())}
-        kinds |= {one.key[1]: KIND for one in load.near}
-        found = Counter(kinds.values())
-        found[next(iter(found), KIND)] += load.num_tokens // size - found.total()
-        return {kind: count * size for kind, count in sorted(found.items()) if count}
-
     # -- saves ------------------------------------------------------------------------------------
     def _consider_published(self, request: Request, step: int) -> None:
         """Save what the request has published, which the steps up to this one write."""
@@ -262,13 +257,16 @@ class KVTierGate(Gate):
         for index in range(start, num_blocks):
             for group, column in enumerate(request.blocks):
                 block, key = column[index], (group, request.hashes[index])
-                if block == NULL_BLOCK or key in self.unsaved or self.store.is_everywhere(key):
+                if block == NULL_BLOCK or not self.group_bytes[group] or key in self.unsaved:
                     continue
-                if key not in self.generated:
+                if key not in self.generated and not self.store.is_everywhere(key):
                     self.unsaved[key] = block, step
         while len(self.unsaved) > MOST_PENDING:
             self.unsaved.popitem(last=False)
             self.counts.add("kv_stores_skipped")
+
+    def _is_wanted_state(self, hash: bytes, is_reused: bool) -> bool:
+        return (is_reused or self._keeps_first_use()) and (0, hash) not in self.generated
 
     def _keeps_first_use(self) -> bool:
         return self.policy == "always" or (self.policy == "auto" and self.may_save())
@@ -296,9 +294,13 @@ class KVTierGate(Gate):
         return step <= scheduler.steps and step < min(scheduler.in_flight, default=ALL)
 
     def _choose_saves(self, num_tokens: int) -> list[tuple[Key, int]]:
-        """Which blocks this plan copies to slots: those that it overwrites first, then the oldest."""
+        """Which blocks this plan copies to slots, and parts of states: those that it overwrites first, then the oldest."""
         chosen, self.leaving = self.leaving, []
-        limit = len(chosen) + self._num_saves(num_tokens)
+        if not self.store.is_open:  # what leaves now cannot be saved later
+            self.states.leaving.clear()
+            return []
+        limit = len(chosen) + (most := self._num_saves(num_tokens))
+        chosen += self.states.choose(-(-most // 2), most)
         for key, (block, step) in list(itertools.islice(self.unsaved.items(), limit)):
             if len(chosen) >= limit or not self._is_committed(step):
                 break
@@ -312,32 +314,42 @@ class KVTierGate(Gate):
         room = self.staging.num_free - self.staging.num_slots // 2
         if num_tokens:
             seconds = max(SAVE_S, SAVE_SHARE * self.rates.step_seconds(num_tokens))
-            room = min(room, max(1, int(seconds * COPY_RATE / max(self.group_bytes))))
+            room = min(room, max(1, int(seconds * COPY_RATE / max(self.record_bytes))))
         return max(room, 0)
 
     # -- plans ------------------------------------------------------------------------------------
     def begin(self, running: Sequence[Request]) -> None:
         self._finish_copies()
         self.counts.put("kv_active_loads", len(self.loads))
-        self.counts.put("kv_active_saves", len(self.unsaved) + self.transfers.num_writing)
+        num_unsaved = len(self.unsaved) + len(self.states.unsaved)
+        self.counts.put("kv_active_saves", num_unsaved + self.transfers.num_writing)
         self.swap.settle(min(self.scheduler.in_flight, default=ALL))
 
     def wants_plan(self) -> bool:
-        return bool(self.unsaved or self.leaving or self.swap.leaving or self.sent)
+        unsaved = self.unsaved or self.leaving or self.states.unsaved or self.states.leaving
+        return bool(unsaved or self.swap.leaving or self.sent)
 
     def data_for_hook(self, plan: StepPlan) -> bytes | None:
         for request, num_considered in self.running.items():
             if request.num_published_blocks > num_considered:
                 self._consider_published(request, plan.step)
+        self.states.consider(plan.step, self._is_wanted_state)
         if self.store.why_off:
             self.forget_unsaved()
         sent = SentCopies(loads=self.to_load)
         self.to_load = []
+        copies = BlockCopies()
         for request, load in self.loads.items():
-            sent.loads += self._arrived(request, load)
-        copies = BlockCopies(loads=[(one.slot, one.key[0], one.block) for one in sent.loads])
+            arrived = self._arrived(request, load)
+            sent.loads += arrived
+            num_parts = sum(self.states.is_part(one.key) for one in arrived)
+            if load.state is not None and num_parts:
+                sent.states.append(load.state)
+                copies.filled.append((load.state.slot, load.state.last_step))
+                self.states.copied(load.state, num_parts, plan.step)
+        copies.loads += [(one.slot, one.key[0], one.block) for one in sent.loads]
         num_tokens = sum(item.num_tokens for item in plan.work)
-        for key, block in self._choose_saves(num_tokens) if self.store.is_open else ():
+        for key, block in self._choose_saves(num_tokens):
             if (slot := self.staging.take()) is None:
                 self.counts.add("kv_stores_skipped")
                 continue
@@ -346,10 +358,10 @@ class KVTierGate(Gate):
         for slot, key, block in self.swap.take_leaving():
             sent.swaps.append((slot, key))
             copies.saves.append((slot, key[0], block))
-            self.counts.add("kv_store_bytes:" + KIND, self.group_bytes[key[0]])
+            self.counts.add("kv_store_bytes:" + HOST, self.group_bytes[key[0]])
         self._unpin(sent.loads)
         if copies.saves:
-            self.counts.observe(STORE_SIZE, sum(self.group_bytes[g] for _, g, _ in copies.saves))
+            self.counts.observe(STORE_SIZE, sum(self.record_bytes[g] for _, g, _ in copies.saves))
         if not copies.saves and not copies.loads:
             return None
         self.sent[plan.step] = sent
@@ -371,27 +383,33 @@ class KVTierGate(Gate):
                 if sent.has_failed:
                     self.staging.give_back(slot)
                 else:
-                    self.transfers.write(key, self.group_bytes[key[0]], slot)
+                    self.transfers.write(key, self.record_bytes[key[0]], slot)
 
     def failed(self, step: int) -> set[int]:
         """What the step wrote is wrong, and so are its copies."""
         for key in [key for key, (_, written) in self.unsaved.items() if written >= step]:
             del self.unsaved[key]
+        self.states.failed(step)
         if (sent := self.sent.get(step)) is None:
             return set()
         sent.has_failed = True
-        hash_of = self.kv.pool.hash_of
-        return {
-            one.block
-            for one in sent.loads
-            if hash_of.get(one.block) == one.key or one.block in one.request.blocks[one.key[0]]
-        }
+        hash_of, wrong = self.kv.pool.hash_of, set[int]()
+        for one in sent.loads:
+            if self.states.is_part(one.key):
+                first = one.request.num_cached_blocks  # it must not go on from this state
+                wrong.update(b for column in one.request.blocks for b in column[first:])
+            elif hash_of.get(one.block) == one.key or one.block in one.request.blocks[one.key[0]]:
+                wrong.add(one.block)
+        for state in sent.states:
+            self.states.failed_load(state)
+        return wrong - {NULL_BLOCK}
 
     def forget_unsaved(self) -> None:
         """The cache loses its content, or the store is off: nothing of it is saved any more."""
         self.unsaved.clear()
         self.leaving.clear()
         self.generated.clear()
+        self.states.forget_unsaved()
 
     def on_cache_reset(self) -> None:
         self.forget_unsaved()

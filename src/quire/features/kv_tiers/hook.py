@@ -1,4 +1,4 @@
-"""KVTierHook: copies blocks of this rank to slots of the staging memory, and back, before the model runs.
+"""KVTierHook: copies blocks of this rank, and recurrent states, to slots of the staging memory, and back, before the model runs.
 
 So a save comes after every step that wrote the block, and before the first that overwrites it; a load comes before the step
 that reads it. The scheduler decides which (`gate.py`). Knows the layers' caches; does not know names or stores.
@@ -8,32 +8,36 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
-from quire.features.kv_tiers.copies import NAME, BlockCopies, RankBlocks
+from quire.features.kv_tiers.copies import NAME, BlockCopies, RankBlocks, part_bytes
 from quire.forward_context import ForwardBatch
 from quire.kvstore.record import PAGE
 from quire.kvstore.staging import StagingView
 from quire.ops.cpu.bindings import best
 from quire.protocol.plan import StepPlan
 from quire.worker.hooks import Hook
+from quire.worker.row_states import RowStates
 
 KERNEL_WIDTH = 32
 """The CPU's kernels compute layers whose widths are multiples of this."""
 
 
 class KVTierHook(Hook):
-    """One rank's part. `models`: the worker's list, the main one first."""
+    """One rank's part. `models`: the worker's list, the main one first; `states`: of its rows, with their checkpoints."""
 
     name = NAME
-    order = 15
+    order = 15  # after a row has loaded a checkpoint whose place is written now
 
-    def __init__(self, models: Sequence[Any], refusal: str = ""):
+    def __init__(self, models: Sequence[Any], states: RowStates, refusal: str = ""):
         self.id, self.models, self.refusal = uuid.uuid4().hex, models, refusal
+        self.states, self.first_part = states, 1 << 30  # the number of the first part of a state
+        self.part_starts: list[int] = []
         self.staging: StagingView | None = None
         self.slots_SB = torch.empty(0, 0)  # bytes of a record, of all ranks
         self.starts: list[int] = []
@@ -52,6 +56,8 @@ class KVTierHook(Hook):
         found = RankBlocks(
             self.id,
             [sum(part[0].nbytes for part in self._parts(g)) for g in range(num_groups)],
+            self._state_bytes(),
+            str([layer.state_spec() for layer in self.states.layers]),
             [type(layer.backend).__name__ for layer in layers],
             self._is_exact(layers),
             self.refusal,
@@ -59,13 +65,27 @@ class KVTierHook(Hook):
         return dict(msgspec.to_builtins(found))
 
     def attach(
-        self, path: str, places: Mapping[str, tuple[int, list[int]]], slot_bytes: int
+        self,
+        path: str,
+        places: Mapping[str, tuple[int, list[int]]],
+        slot_bytes: int,
+        num_parts: int,
     ) -> None:
-        """Use this staging memory. `places`: by rank's id, its number, and where its part of a record begins, by group."""
+        """Use this staging memory. `places`: by rank's id, its number, and where its part of a record begins, by group.
+        `num_parts`: of a recurrent state; they are the last groups."""
         rank, self.starts = places[self.id]
         self.staging = StagingView(path, rank)
         slots_SB = torch.frombuffer(self.staging.memory, dtype=torch.uint8).view(-1, slot_bytes)
         self.slots_SB = slots_SB[:, PAGE:]
+        if num_parts:
+            self.first_part = len(self.starts) - num_parts
+            sizes = part_bytes(self._state_bytes(), num_parts)
+            self.part_starts = [0, *accumulate(sizes)]
+
+    def _state_bytes(self) -> int:
+        """Of one state, if there are checkpoints."""
+        has_states = self.states.num_checkpoints and self.states.storage is not None
+        return self.states.checkpoint(0).nbytes if has_states else 0
 
     def _is_exact(self, layers: Sequence[Any]) -> bool:
         model = self.models[0]
@@ -74,6 +94,8 @@ class KVTierHook(Hook):
             return False
         if weights == {torch.float32}:
             return True
+        if self.states.layers:
+            return False
         widths = (model.cfg.hidden_size, *(layer.spec.head_dim for layer in layers))
         own = all(type(layer.backend).__name__ == "CpuAttention" for layer in layers)
         return own and best() is not None and all(width % KERNEL_WIDTH == 0 for width in widths)
@@ -84,21 +106,32 @@ class KVTierHook(Hook):
         if (extra := plan.extras.get(NAME)) is not None:
             copies = msgspec.msgpack.decode(extra, type=BlockCopies)
             groups = {group for _, group, _ in (*copies.saves, *copies.loads)}
-            parts = {group: self._parts(group) for group in groups}
+            parts = {group: self._parts(group) for group in groups if group < self.first_part}
             for slot, group, block in copies.saves:
-                for place, part in self._places(slot, group, block, parts[group]):
+                for place, part in self._places(slot, group, block, parts.get(group, ())):
                     place.copy_(part)
             for slot, group, block in copies.loads:
-                for place, part in self._places(slot, group, block, parts[group]):
+                for place, part in self._places(slot, group, block, parts.get(group, ())):
                     part.copy_(place)
+            for (
+                slot,
+                step,
+            ) in copies.filled:  # the step before has copied the other parts, unless it failed
+                if not step or self.states.saved_in.get(slot) == step:
+                    self.states.saved_in[slot] = plan.step
         if self.staging is not None:
             self.staging.acknowledge(plan.step)
 
     def _places(
         self, slot: int, group: int, block: int, parts: Sequence[Tensor]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of each part of a block: its bytes in the slot, and in the cache."""
+        """Of each part of a block, or of the part of a state in checkpoint `block`: its bytes in the slot, and in the cache."""
         start = self.starts[group]
+        if group >= self.first_part:
+            begin, end = self.part_starts[group - self.first_part :][:2]
+            if begin < end:
+                yield self.slots_SB[slot, start : start + end - begin], self.states.checkpoint(block)[begin:end]  # fmt: skip
+            return
         for part in parts:
             bytes_B = part[block].view(torch.uint8).view(-1)
             end = start + len(bytes_B)

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from quire.features.kv_tiers import rates
+from quire.features.kv_tiers.states import KeptStates
 from quire.kvcache.manager import KVManager
 from quire.kvstore.disk import Key
-from quire.kvstore.redis_store import RedisStore
+from quire.kvstore.redis_store import NAMES_AT_ONCE, RedisStore
 from quire.scheduler.gate import Gate
 from quire.scheduler.request import Request
 
@@ -24,15 +25,19 @@ MOST_LOOKUPS = 64
 """Requests whose look-ups run at once."""
 MOST_BLOCKS = 16_384
 """Of one request; later ones are computed."""
+MOST_STATES = 2
+"""Of one request: the last one may have lost a part."""
 TOKENS_A_PLAN = 1 << 16
 """Tokens whose hashes one plan may compute for look-ups, and the last request's rest."""
 
 
 @dataclass(eq=False, slots=True)
 class Lookup:
-    """The look-up of one waiting request. `keys`: the names of its missing blocks, in the order of its prompt."""
+    """The look-up of one waiting request. `keys`: the names of its missing blocks, in the order of its prompt; `states`: those at which
+    a recurrent state may be kept, the last one first."""
 
     keys: Sequence[Key]
+    states: Sequence[bytes]
     deadline: float
     is_done: bool = False
 
@@ -41,6 +46,8 @@ class LookupGate(Gate):
     """Plug it in before the gate that loads (KVTierGate.order).
 
     Args:
+        states: of the gate that loads.
+        group_bytes: of a block, by KV group.
         is_local: whether a store on this machine has the record, so that nobody needs to ask.
         wake: called by the thread when there is an answer.
         waited: told how many seconds each request waited.
@@ -50,11 +57,12 @@ class LookupGate(Gate):
     order = 28
 
     def __init__(
-        self, kv: KVManager, store: RedisStore, is_local: Callable[[Key], bool], wake: Callable[[], None],
+        self, kv: KVManager, store: RedisStore, states: KeptStates, group_bytes: Sequence[int], is_local: Callable[[Key], bool], wake: Callable[[], None],
         waited: Callable[[float], None] = lambda seconds: None,
         clock: Callable[[], float] = time.monotonic,
     ):  # fmt: skip
-        self.kv, self.store, self.is_local = kv, store, is_local
+        self.kv, self.store, self.states, self.is_local = kv, store, states, is_local
+        self.groups = [group for group, num_bytes in enumerate(group_bytes) if num_bytes]
         self._wake, self._waited, self.clock = wake, waited, clock
         self.lookups: dict[Request, Lookup] = {}
         self.answered: set[Request] = set()
@@ -97,11 +105,16 @@ class LookupGate(Gate):
         last = min((len(request.tokens) - 1) // size, len(request.hashes), first + MOST_BLOCKS)
         if (last - first) * size < rates.FEWEST_TOKENS:
             return None
-        groups = range(len(self.kv.groups))
-        keys = [(group, name) for name in request.hashes[first:last] for group in groups]
-        if not (keys := [key for key in keys if not self.is_local(key)]):
+        keys = [(group, name) for name in request.hashes[first:last] for group in self.groups]
+        keys = [key for key in keys if not self.is_local(key)]
+        states = [
+            name
+            for name in self.states.places(request.hashes, first, last)
+            if not self._is_state_local(name)
+        ]
+        if not (keys or states):
             return None
-        lookup = self.lookups[request] = Lookup(keys, self.clock() + LOOKUP_S)
+        lookup = self.lookups[request] = Lookup(keys, states, self.clock() + LOOKUP_S)
         self._jobs.put(lookup)
         return lookup
 
@@ -116,8 +129,25 @@ class LookupGate(Gate):
         while (lookup := self._jobs.get()) is not None:
             if self.store.is_open:
                 self.store.find(lookup.keys)
+                self._find_state(lookup)
             lookup.is_done = True
             self._wake()
+
+    def _find_state(self, lookup: Lookup) -> None:
+        """Ask for the last states whose blocks are there; of each first for the part that is written last."""
+        needed = [key for key in lookup.keys if key[0] in self.kv.unbounded]
+        missing = {key[1] for key in needed if key not in self.store}
+        names = [name for name in lookup.states if name not in missing]
+        for start in range(0, len(names), NAMES_AT_ONCE):
+            last = [self.states.keys(name)[-1] for name in names[start : start + NAMES_AT_ONCE]]
+            self.store.find(last)
+            if found := [name for part, name in last if (part, name) in self.store]:
+                for name in found[:MOST_STATES]:
+                    self.store.find(self.states.keys(name)[:-1])
+                return
+
+    def _is_state_local(self, name: bytes) -> bool:
+        return all(map(self.is_local, self.states.keys(name)))
 
     def close(self) -> None:
         self._jobs.put(None)

@@ -11,15 +11,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-from quire.features.kv_tiers.pending import LoadCopy
+from quire.features.kv_tiers.pending import HOST, LoadCopy
 from quire.kvcache.block_pool import NULL_BLOCK
 from quire.kvstore.disk import Key
 from quire.kvstore.host_pool import HostPool
 from quire.scheduler.request import Request
 
-KIND = "host"
-SWAPPED, USAGE, BYTES = "requests_swapped", "host_cache_usage", f"kv_tier_bytes:{KIND}"
-LIMIT = f"kv_tier_limit:{KIND}"
+SWAPPED, USAGE, BYTES = "requests_swapped", "host_cache_usage", f"kv_tier_bytes:{HOST}"
+LIMIT = f"kv_tier_limit:{HOST}"
 """Gauges, by their names in EngineStats.counts."""
 
 
