@@ -66,7 +66,9 @@ def test_a_step_ends_where_a_checkpoint_is_needed() -> None:
 
 def test_the_checkpoints_of_a_request_that_failed_are_forgotten() -> None:
     """Another request with the same tokens may have published its blocks, so it could find them."""
-    for finish, kept in (("error", 0), ("stop", 1), (None, 1)):
+    for finish, late, kept in (
+        ("error", False, 0), ("stop", False, 1), (None, False, 1), ("abort", False, 1), ("abort", True, 0),
+    ):  # fmt: skip
         gate, request = CheckpointGate(CheckpointPool(9), 4, 8), a_request(13, 3)
         assert gate.allow(request, 0, 13) == 8
         request.row = 0
@@ -76,7 +78,24 @@ def test_the_checkpoints_of_a_request_that_failed_are_forgotten() -> None:
         assert len(gate.pool) == 1
         request.row, request.finish = NO_ROW, finish
         gate.leave(request)
+        if late:  # its step was in flight
+            gate.on_late_error(request)
         assert len(gate.pool) == kept
+
+
+def test_the_checkpoints_of_a_preempted_request_that_fails_are_forgotten() -> None:
+    gate, request = CheckpointGate(CheckpointPool(9), 4, 8), a_request(13, 3)
+    gate.allow(request, 0, 13)
+    request.row = 0
+    gate.enter(request)
+    request.num_computed_tokens = 8
+    gate.data_for_hook(StepPlan(1, [], [WorkItem(0, 8)], []))
+    request.row = NO_ROW
+    gate.leave(request)
+    assert len(gate.pool) == 1
+    request.finish = "error"
+    gate.on_waiting_ended(request)
+    assert not len(gate.pool)
 
 
 def test_a_step_that_needs_the_save_of_a_failed_step_fails() -> None:

@@ -26,8 +26,9 @@ from kv_tiers.kept import (
 )
 from kv_tiers.kept import spoil as spoil_blocks
 from kv_tiers.redis_server import client, needs_redis, redis_server
-from kv_tiers.test_kept_tokens import answers, computed, flat
+from kv_tiers.test_kept_tokens import COUNT, answers, computed, flat
 from kv_tiers.test_shared_blocks import sharing
+from parallel.thread_engine import split_engine
 
 from quire.features.kv_tiers import feature, rates
 from quire.features.kv_tiers.copies import BlockCopies
@@ -51,11 +52,11 @@ SETTINGS: dict[str, Any] = {
     "mamba_block_size": BOUNDARY, "prefix_cache_retention_interval": BOUNDARY,
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
-    "hybrid": {},  # the smallest: attention, and a sum
     "qwen3_5": {},  # attention and delta nets
-    "falcon h1": {},  # attention and Mamba 2
-    "mamba2": {},  # no attention: only states are kept
+    "hybrid": {},  # the smallest: attention, and a sum
     "recurrent gemma": {},  # windows and a linear recurrence
+    "mamba2": {},  # no attention: only states are kept
+    "falcon h1": {},  # attention and Mamba 2
     "qwen3_5 tiled": {"dtype": "bfloat16"},
     "granite 4 h": {"dtype": "bfloat16"},
 }
@@ -153,7 +154,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_has_the_same_tokens(
     schedule: str, model_of: Callable[[str], str], tmp_path: Path
@@ -215,7 +216,14 @@ def broken_thread(part: int) -> None:
     raise RuntimeError("a fault of the program")
 
 
-@pytest.mark.parametrize("fault", [missing, wrong_at_the_end, broken_thread])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        wrong_at_the_end,
+        pytest.param(missing, marks=pytest.mark.slow),
+        pytest.param(broken_thread, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_state_that_is_not_there_as_it_should_be_is_a_miss(
     fault: Callable[[int], None], depth: int, filled: Path, model_of: Callable[[str], str]
@@ -261,7 +269,9 @@ def test_a_state_that_is_late(
         checked(one)
 
 
-@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(
+    "depth", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
+)
 def test_a_step_that_fails_while_it_loads(
     depth: int, filled: Path, model_of: Callable[[str], str]
 ) -> None:
@@ -303,6 +313,7 @@ def wider(spec: StateSpec) -> StateSpec:
     return StateSpec(spec.shapes, (spec.dtypes[0], "bfloat16"))
 
 
+@pytest.mark.slow
 def test_a_second_use_is_written(model_of: Callable[[str], str], tmp_path: Path) -> None:
     settings = {**SETTINGS, "kv_disk_write": "second-use"}
     with kept(model_of("qwen3_5"), tmp_path / "kv", **settings) as one:
@@ -345,6 +356,27 @@ def test_a_sleeping_engine_loads_when_it_is_awake(
             assert hits(one) > before
         save_all(one)
         checked(one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
+def test_ranks_keep_their_parts_of_states(tensor: int, pipeline: int, tmp_path: Path) -> None:
+    """A rank has some heads of each state, or the states of some layers."""
+    case = next(case for case in CASES if case.name == "qwen3_5 tiled")
+    write(replace(case, config={**case.config, "vocab_size": VOCAB}), tmp_path / "model")
+    settings = {**SETTINGS, "block_size": SIZE, "skip_tokenizer_init": True, "dtype": "bfloat16"}
+    path = str(tmp_path / "model")
+    with split_engine(path, tensor, pipeline, **settings) as one:
+        expected = one.tokens(PROMPTS, greedy(COUNT))
+    settings |= {"kv_disk_dir": str(tmp_path / "kv"), "kv_disk_write": "always"}
+    for number in range(2):
+        with split_engine(path, tensor, pipeline, **settings) as one:
+            store: Any = disk_of(one)
+            until(lambda store=store: store.num_refreshes, "the store opens")
+            assert one.tokens(PROMPTS, greedy(COUNT)) == expected
+            save_all(one)
+            assert (hits(one) >= BOUNDARY) == (number == 1)
+            checked(one)
 
 
 @needs_redis

@@ -59,7 +59,6 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     ),
     "a wrong state is saved when it is forgotten": (STATES, "KeptStates.on_forget", "save is not None and is_evicted and ANY", "save is not None and self._is_committed(save.step)"),
     "a load that is not needed keeps its place": (STATES, "KeptStates.cancel", "self.pool.give_back(load.slot)", "pass"),
-    "a request that ended is not told of its error": ("quire.scheduler.scheduler", "Scheduler._report_late_errors", "gate.on_late_error(request)", "pass"),
     "the hash ignores the salt": (
         "quire.kvcache.block_hash", "Hasher.root", 'f"{ANY}:{len(salt)}:{salt}{named}"', 'f"{self.identity}:{named}"',
     ),
@@ -72,6 +71,7 @@ UNCOMMITTED = (SWAP, "SwapSpace.on_taken", "key not in self.written", "True")
 IN_FAULTY = {
     "a copy of a failed step is swapped",
     "an evicted state of a step in flight is saved",
+    "a wrong state is saved when it is forgotten",
 }
 """What only workloads notice in which steps fail."""
 
