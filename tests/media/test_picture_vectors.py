@@ -9,6 +9,8 @@ from test_picture_equality import given, processor, prompt_of
 from vision_checkpoints import as_file, picture, transformers_model
 from vision_server import VisionServer, asking, data_url, image_part
 
+from quire.errors import Unsupported
+
 TEXT = "What is in @ here?"
 
 
@@ -72,6 +74,46 @@ def test_what_vectors_do_not_take_is_refused_with_its_place(server):
     part = image_part(data_url(as_file(picture(1))))
     for document in ({"output": [part]}, [{"content": [part]}], {"content": [{"content": [part]}]}, {"content": ["a", 1, None]}, {"content": [part, 7]}):  # fmt: skip
         assert server.ask("/score", {"queries": "a", "documents": [document]}).status_code == 400
+
+
+PAIR = "<s>{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+
+
+def test_a_reranker_reads_both_texts_of_a_pair_with_pictures(checkpoint, same_process, engine):
+    """In the form of Qwen3-VL-Reranker: the score is the share of one of two tokens, after a template with both."""
+    path, words = checkpoint("qwen2_vl"), ["a", "b"]
+    options = {"runner": "pooling", "convert": "classify", "hf_overrides": {"classifier_from_token": words}}  # fmt: skip
+    made = VisionServer(path, same_process(path), chat_template=PAIR, **options)  # fmt: skip
+    part, query = image_part(data_url(as_file(picture(1)))), "which shape?"
+    documents = [{"content": [part, {"type": "text", "text": "What?"}]}, "words", {"content": [part]}]  # fmt: skip
+
+    def expected(document: str, pictures: list) -> float:
+        text = prompt_of("qwen2_vl", f"[query]{query}[document]{document}")
+        inputs = processor(path)(images=pictures or None, text=[text], return_tensors="pt", add_special_tokens=False)  # fmt: skip
+        ids = [processor(path).tokenizer.convert_tokens_to_ids(word) for word in words]
+        with torch.inference_mode():
+            two = transformers_model(path)(**inputs).logits[0, -1, ids]
+        return float(two.softmax(-1)[1])
+
+    try:
+        want = [expected("@What?", [picture(1)]), expected("words", []), expected("@", [picture(1)])]  # fmt: skip
+        found = made.ask("/score", {"queries": query, "documents": documents}).json()
+        assert np.abs(np.array([one["score"] for one in found["data"]]) - want).max() < 1e-4
+        ranked = made.ask("/rerank", {"query": query, "documents": documents}).json()["results"]
+        assert [one["index"] for one in ranked] == list(np.argsort(-np.array(want)))
+        assert {one["document"]["text"] for one in ranked} == {"What?", "words", ""}
+        pair = {"queries": query, "documents": documents[:1], "max_tokens_per_doc": 4}
+        assert "max_tokens_per_doc beside pictures" in made.ask("/score", pair).text
+        bad = {"queries": query, "documents": [{"content": [part, 7]}]}
+        assert made.ask("/score", bad).status_code == 400
+    finally:
+        made.close()
+    with engine("qwen2_vl", **options) as llm:
+        given_here = [{"content": [{"type": "image_pil", "image_pil": picture(1)}, {"type": "text", "text": "What?"}]}, *documents[1:]]  # fmt: skip
+        scores = [one.outputs.score for one in llm.score(query, given_here, chat_template=PAIR, use_tqdm=False)]  # fmt: skip
+        assert np.abs(np.array(scores) - want).max() < 1e-4
+        with pytest.raises(Unsupported, match="without a template"):
+            llm.score(query, given_here, use_tqdm=False)
 
 
 def test_scores_of_pictures_are_products_of_their_vectors(server):

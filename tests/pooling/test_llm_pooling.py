@@ -166,7 +166,7 @@ def test_a_cross_encoder_reads_both_texts(folder):
     for shape in ((["a", "b"], "c"), (["a", "b"], ["c", "d", "e"])):
         with pytest.raises(ValidationError, match="one for all, or as many"):
             llm.score(*shape)
-    with pytest.raises(Unsupported, match="image_url"):
+    with pytest.raises(Unsupported, match="pictures in pairs for a model that reads both texts"):
         llm.score("a", {"content": [{"type": "image_url", "image_url": {}}]})
 
 

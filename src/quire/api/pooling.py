@@ -25,7 +25,8 @@ from quire.frontend.pooling.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from quire.frontend.pooling.scores import PairOptions, Pairs, check_shapes, read_texts
+from quire.frontend.pooling.pair_media import read_program_pairs
+from quire.frontend.pooling.scores import PairOptions
 from quire.frontend.prompts import Prompt, read_prompts
 from quire.frontend.request_manager import RequestManager
 from quire.protocol.pooling_params import PoolingParams
@@ -111,7 +112,7 @@ class PoolingMethods:
         """How well the texts of each pair fit: `.outputs.score`.
 
         Args:
-            data_1, data_2: texts, 1:1, 1:N or N:N.
+            data_1, data_2: texts, 1:1, 1:N or N:N; {"content": [parts]} has pictures, as in `chat`.
             chat_template: makes the prompt of a pair, from messages with the roles query and document.
             instruction: for the template.
             All others: as `encode`. `pooling_params.extra_kwargs`: max_tokens_per_query, max_tokens_per_doc.
@@ -119,13 +120,10 @@ class PoolingMethods:
         Raises:
             ValidationError: as `encode`; also a model without scores, and texts that make no pairs.
         """
-        names = "data_1", "data_2"
-        queries, documents = read_texts(names[0], data_1), read_texts(names[1], data_2)
-        check_shapes(queries, documents, names)
         more = dict((pooling_params and pooling_params.extra_kwargs) or {})
         limits = {name: more.get(name, 0) for name in ("max_tokens_per_query", "max_tokens_per_doc")}  # fmt: skip
         options = PairOptions(instruction, chat_template, dict(chat_template_kwargs or {}), **limits)  # fmt: skip
-        pairs = Pairs(self.front, queries, documents, options)
+        pairs = read_program_pairs(self.front, data_1, data_2, options)
         params = [pairs.params(pooling_params)] * pairs.num_prompts
         prompts = pairs.prompts(0, pairs.num_prompts)
         pooling = self.front.need_pooling("LLM.score")
@@ -133,7 +131,7 @@ class PoolingMethods:
         outputs = self._pool(
             batch, params, [0] * len(params), [lora_request] * len(params), use_tqdm
         )
-        shared = len(outputs) - len(documents)  # the queries' outputs come first
+        shared = len(outputs) - len(pairs.documents)  # the queries' outputs come first
         return [
             ScoringRequestOutput(one.request_id, ScoringOutput(score), _read(outputs, shared, index), one.num_cached_tokens,
                                  cached_tokens_by_source=one.cached_tokens_by_source)

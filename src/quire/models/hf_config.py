@@ -128,7 +128,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     for key in (
         *("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "vocab_size"),
         *("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings"),
-        "is_encoder_decoder",
+        *("is_encoder_decoder", "classifier_from_token", "method"),
     ):
         if merged.get(key) is None and outer.get(key) is not None:
             merged[key] = outer[key]

@@ -60,21 +60,12 @@ class PairOptions:
     max_tokens_per_doc: int = 0
 
 
-def read_texts(name: str, value: Any) -> list[str]:
-    """One text or a list of texts, each a string or {content: [parts]}.
+def read_text(value: Any, name: str) -> str:
+    """A text: a string, or {content: [parts]}.
 
     Raises:
-        ValidationError: something else, or an empty list.
-        Unsupported: media.
+        ValidationError: something else. Unsupported: media.
     """
-    many = value if isinstance(value, (list, tuple)) else [value]
-    if not many:
-        raise ValidationError(f"{name} is empty: it needs at least one text", parameter=name)
-    return [read_text(one, f"{name}[{index}]") for index, one in enumerate(many)]
-
-
-def read_text(value: Any, name: str) -> str:
-    """Raises: as `read_texts`."""
     if isinstance(value, str):
         return value
     if isinstance(value, Mapping):
@@ -118,6 +109,8 @@ class Pairs:
     documents: Sequence[PairText]
     options: PairOptions
     task: str = ""
+    rendered: list[Prompt] = field(default_factory=list)
+    """The prompt of each pair, if it is tokenized already: with pictures, for a model that reads both texts at once."""
     _queries_cut: dict[int, str] = field(default_factory=dict)
     """Number of a query -> its beginning, so that it is cut once, not for each document."""
 
@@ -130,7 +123,7 @@ class Pairs:
             if limit >= (max_model_len := self.front.inputs.max_model_len):
                 raise ValidationError(f"{name} must be less than max_model_len, which is {max_model_len}; it is {limit}", parameter=name, value=limit)  # fmt: skip
         if any(isinstance(one, Prompt) for one in (*self.queries, *self.documents)):
-            self._check_media()
+            self.check_media()
         if self.renders:
             return
         if options.instruction:
@@ -142,10 +135,14 @@ class Pairs:
         if self.task == "classify" and not info.use_sep_token:
             log.warning_every("template", 3600, "pairs are concatenated: this reranker needs a template of its own; set --chat-template")  # fmt: skip
 
-    def _check_media(self) -> None:
+    def check_media(self) -> None:
         """Raises Unsupported: the model reads both texts of a pair at once, or texts must be cut."""
         if self.task == "classify":
-            raise Unsupported("pictures in pairs for a model that reads both texts at once", "send text, or serve a model with vectors")  # fmt: skip
+            raise Unsupported("pictures in pairs for a model that reads both texts at once, without a template", "set --chat-template, send text, or serve a model with vectors")  # fmt: skip
+        self.check_uncut()
+
+    def check_uncut(self) -> None:
+        """Raises Unsupported: texts with pictures must be cut."""
         for name in ("max_tokens_per_query", "max_tokens_per_doc"):
             if getattr(self.options, name):
                 raise Unsupported(f"{name} beside pictures", f"leave {name} out")
@@ -177,11 +174,15 @@ class Pairs:
         return len(self.queries) + len(self.documents)
 
     def prompts(self, start: int, stop: int) -> list[Prompt]:
-        """Some of the prompts, not tokenized yet. Raises ValidationError: the template refuses a pair."""
+        """Some of the prompts, not tokenized yet, unless they are `rendered`. Raises ValidationError: the template refuses a pair."""
+        if self.rendered:
+            return self.rendered[start:stop]
         return [self._prompt(index) for index in range(start, min(stop, self.num_prompts))]
 
     def size(self, index: int) -> int:
         """Characters of a prompt, about."""
+        if self.rendered:
+            return len(self.rendered[index].tokens)
         first, second = self._texts(index)
         return len(first.tokens if isinstance(first, Prompt) else first) + len(shown(second or ""))
 

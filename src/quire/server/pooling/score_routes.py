@@ -74,10 +74,54 @@ async def read_texts_and_media(
         )  # fmt: skip
         prompt = await conversation([{"role": "user", "content": content}], options, context)
         if isinstance(prompt, Prompt):
-            texts = (part.get("text") for part in content if isinstance(part, dict))
-            prompt.text = "\n".join(text for text in texts if isinstance(text, str))
+            prompt.text = _text(one, f"{name}[{index}]")
         found.append(prompt)
     return found
+
+
+async def rendered_pairs(
+    context: RequestContext, body: PairBody, queries: Any, documents: Any, names: tuple[str, str], options: PairOptions
+) -> Pairs | None:  # fmt: skip
+    """Pairs with pictures for a model that reads both texts of a pair at once: its template makes a conversation of each, with the roles
+    query and document. None: no text has pictures, or the model reads them otherwise. Raises: as `read_texts_and_media`."""
+    texts = [value if isinstance(value, list) else [value] for value in (queries, documents)]
+    front = context.engine.front
+    renders = Pairs(front, [""], [""], options).renders
+    if not renders or not any(media_in(_parts(one)) for many in texts for one in many):
+        return None
+    shown_texts = [[_text(one, f"{name}[{i}]") for i, one in enumerate(many)] for name, many in zip(names, texts, strict=True)]  # fmt: skip
+    check_shapes(shown_texts[0], shown_texts[1], names)
+    kwargs = dict(options.template_kwargs)
+    if options.instruction is not None:
+        kwargs.setdefault("instruction", options.instruction)
+    how = InputBody(
+        chat_template_kwargs=kwargs, truncate_prompt_tokens=body.truncate_prompt_tokens,
+        add_special_tokens=body.add_special_tokens is not False,
+    )  # fmt: skip
+    found = Pairs(front, shown_texts[0], shown_texts[1], options)
+    found.check_uncut()
+    for number, document in enumerate(texts[1]):
+        query = texts[0][number if len(texts[0]) > 1 else 0]
+        both = zip(("query", "document"), (query, document), strict=True)
+        messages = [{"role": role, "content": _parts(one)} for role, one in both]
+        prompt = await conversation(messages, how, context)
+        found.rendered.append(Prompt(prompt) if isinstance(prompt, str) else prompt)
+        await asyncio.sleep(0)  # others wait for one pair, not for all
+    return found
+
+
+def _parts(one: Any) -> Any:
+    """The content of one text of a pair."""
+    return one.get("content") or one.get("text") if isinstance(one, dict) else one
+
+
+def _text(one: Any, name: str) -> str:
+    """The words of a text that may have pictures. Raises: as `read_text`."""
+    content = _parts(one)
+    if not (isinstance(content, list) and media_in(content)):
+        return read_text(one, name)
+    texts = (part.get("text") for part in content if isinstance(part, dict))
+    return "\n".join(text for text in texts if isinstance(text, str))
 
 
 async def read_pairs(
@@ -87,9 +131,6 @@ async def read_pairs(
     check_common(body)
     for name, value in zip(names, (queries, documents), strict=True):
         check_count(len(value) if isinstance(value, list) else 1, name)
-    firsts = await read_texts_and_media(context, body, names[0], queries)
-    seconds = await read_texts_and_media(context, body, names[1], documents)
-    check_shapes(firsts, seconds, names)
     if body.chat_template is not None:
         raise invalid("`chat_template` in a request of pairs is not supported: start the server with --chat-template", "chat_template")  # fmt: skip
     kwargs = {
@@ -99,6 +140,12 @@ async def read_pairs(
     options = PairOptions(
         body.instruction, None, kwargs, body.max_tokens_per_query, body.max_tokens_per_doc
     )
+    rendered = await rendered_pairs(context, body, queries, documents, names, options)
+    if rendered is not None:
+        return rendered
+    firsts = await read_texts_and_media(context, body, names[0], queries)
+    seconds = await read_texts_and_media(context, body, names[1], documents)
+    check_shapes(firsts, seconds, names)
     return Pairs(context.engine.front, firsts, seconds, options)
 
 
