@@ -19,6 +19,7 @@ from quire.engine.enabled_features import enabled_features
 from quire.errors import ConfigError
 from quire.features.kv_tiers.weights_digest import weights_digest
 from quire.kvstore.key_file import make_key, read_key
+from quire.ops.cpu.bindings import best
 
 PROMPT = [5, 6, 7, 8] * 20
 
@@ -84,6 +85,29 @@ def test_what_changes_bits_or_the_key_changes_names(
         expected = one.tokens([PROMPT], greedy(6))
     with kept(str(path), own, **settings) as one:
         assert one.tokens([PROMPT], greedy(6)) == expected
+        assert hits(one) == 0
+
+
+PROGRAMS: dict[str, tuple[str, Any]] = {
+    "another build of the kernels": ("file_name", lambda isa: "another.so"),
+    "other instructions of the processor": ("isa.usable", list),
+    "another version": ("__version__", "0.0.0"),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_another_program_finds_nothing(
+    program: str, folder: Path, checkpoint: Callable[..., str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if best() is None:
+        pytest.skip("this machine has no kernels")
+    name, value = PROGRAMS[program]
+    shutil.copytree(folder, tmp_path / "kv")
+    monkeypatch.setattr(f"quire.engine.kv_identity.{name}", value)
+    with kept(checkpoint("qwen3"), tmp_path / "kv") as one:
+        one.tokens([PROMPT], greedy(2))
         assert hits(one) == 0
 
 

@@ -1,4 +1,4 @@
-"""The random workloads of tests/engine with a tier: a store that is slow, empty in places, late and short of slots, swap space that
+"""The random workloads of tests/engine with a tier: a store that is slow, empty in places, full, late, down and short of slots, swap space that
 is too small, or both. A stateful device keeps its checkpoints there, in parts.
 
 Workloads without faults of the device share one store for each block size, as restarted engines do: each block that one finds was
@@ -90,6 +90,9 @@ class ToyTransfers:
         self.store, self.staging, self.rng = store, staging, rng
         self.read_rate = 0.0
         self.speed, self.misses = rng.choice([0.05, 0.5, 1.0]), rng.choice([0.0, 0.0, 0.1])
+        self.fate = random.Random(0)
+        self.full = 0.0
+        """The share of records for which the store has no room."""
         self.reads: list[tuple[BlockRead, int]] = []
         self.writes: list[tuple[Any, int]] = []
 
@@ -116,7 +119,8 @@ class ToyTransfers:
             self.writes.remove(job)
             content = self.staging.content[job[1]]
             assert POISON not in content, "what a failed step wrote is kept"
-            assert self.store.setdefault(job[0], content) == content, "two contents of one name"
+            if self.fate.random() >= self.full:
+                assert self.store.setdefault(job[0], content) == content, "two contents of one name"
             self.staging.give_back(job[1])
         for job in [job for job in self.reads if self.rng.random() < self.speed]:
             read, place = job
@@ -232,6 +236,8 @@ def add_tier(s: workload.Setting, seed: int, stores: dict[Any, ToyStore]) -> KVT
     )
     staging = ToyStaging(rng)
     transfers: Any = ToyTransfers(store, staging, rng)
+    transfers.fate = random.Random(~seed ^ 87)
+    transfers.full = transfers.fate.choice([0.0, 0.0, 0.0, 0.3])
     size, counts = kv.block_size, dict[str, float]()
     rates: Any = ToyRates(rng)
     gate = TickingGate(

@@ -110,7 +110,7 @@ class LookupGate(Gate):
         states = [
             name
             for name in self.states.places(request.hashes, first, last)
-            if not self._is_state_local(name)
+            if not self.states.is_kept(name, self.is_local)
         ]
         if not (keys or states):
             return None
@@ -145,9 +145,6 @@ class LookupGate(Gate):
                 for name in found[:MOST_STATES]:
                     self.store.find(self.states.keys(name)[:-1])
                 return
-
-    def _is_state_local(self, name: bytes) -> bool:
-        return all(map(self.is_local, self.states.keys(name)))
 
     def close(self) -> None:
         self._jobs.put(None)

@@ -94,7 +94,7 @@ class KeptStates:
         """The last number of blocks after `first`, up to `end`, at which a state is kept that can be loaded; `first`: there is none."""
         if self.pool.can_reserve:
             for number, hash in enumerate(self.places(hashes, first, end)):
-                if self.is_kept(hash):
+                if self.is_kept(hash, self.store.__contains__):
                     return (end // self.boundary - number) * self.boundary
         return first
 
@@ -105,8 +105,10 @@ class KeptStates:
         last = end // self.boundary * self.boundary
         return [hashes[number - 1] for number in range(last, first, -self.boundary)]
 
-    def is_kept(self, hash: bytes) -> bool:
-        return all(key in self.store for key in reversed(self.keys(hash)))
+    def is_kept(self, hash: bytes, has: Callable[[Key], bool]) -> bool:
+        """Whether `has` knows all parts. Most prompts have hundreds of places and few states: the part that is written last says no."""
+        last = self.first_group + len(self.part_bytes) - 1
+        return has((last, hash)) and all(map(has, self.keys(hash)))
 
     def bytes_to_load(self, hash: bytes) -> int:
         """Of the state with this name, unless it is in the device's memory."""
