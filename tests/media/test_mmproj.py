@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import logging
+import random
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,10 +22,13 @@ from vision_checkpoints import CHECKPOINTS, make_checkpoint, picture
 from quire import LLM, SamplingParams
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
-from quire.errors import ConfigError, ModelNotFound, Unsupported
+from quire.errors import ConfigError, ModelNotFound, QuireError, Unsupported
 from quire.frontend.media.prompt_reader import media_inputs
 from quire.models.checkpoint_locator import locate
+from quire.models.gguf.families import config_of
+from quire.models.gguf.projector import projector_places, read_projector, wrapper_texts
 from quire.models.json_files import read_object
+from quire.models.vision_towers.load import construct_tower
 
 TEXT, PICTURES = "What is in @ and @? Say it.", [picture(1, 150, 90), picture(2)]
 
@@ -134,6 +138,36 @@ def test_files_that_do_not_fit(files: Any, whole: Any, tmp_path: Path, caplog: p
     with caplog.at_level(logging.WARNING):
         locate(model, LoadConfig())
     assert "has 2 vision towers (mmproj-2.gguf, mmproj-F32.gguf): pass one with --mmproj" in caplog.text  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["llava_next", "gemma3", "qwen2_5_vl"])
+def test_mutated_towers_are_refused_by_name(kind: str, files: Any, tmp_path: Path) -> None:
+    """A value or a shape of the header is changed: the file is refused, or means something whose weights are there."""
+    from quire.models.gguf.header import read_header
+    from quire.models.gguf.tokenizer import GgufTokenizer
+
+    whole, draw = files(kind).with_name("mmproj-F32.gguf").read_bytes(), random.Random(0)
+    language = read_header(files(kind))
+    config, file = config_of(language), tmp_path / "x.gguf"
+    end = whole.index(b"blk.0.ffn_down.weight") + 60
+    refused = 0
+    for turn in range(100):
+        data = bytearray(whole)
+        for _ in range(draw.randint(1, 3)):
+            data[draw.randrange(end)] = draw.choice((0, 1, 255, draw.randrange(256)))
+        file.write_bytes(data)
+        try:
+            projector = read_projector(file)
+            texts = wrapper_texts(projector, language, config, GgufTokenizer(language))
+            width = config["hidden_size"]
+            tower = construct_tower(cast(Any, texts["config.json"]), width, torch.float32)
+            places = {each.name: torch.empty(each.shape, device="meta") for each in projector_places(projector)}  # fmt: skip
+            assert places
+            assert sum(1 for _ in tower.modules()) < 500, turn
+        except QuireError as why:
+            assert str(file) in str(why)  # noqa: PT017
+            refused += 1
+    assert 10 < refused < 100
 
 
 def test_a_model_without_a_token_for_pictures(files: Any, tmp_path: Path) -> None:

@@ -55,6 +55,20 @@ class Projector:
             raise ConfigError(f"{self.file}: clip.vision.{key} is {str(value)[:40]}")
         return value
 
+    def check_sizes(self) -> None:
+        """Raises ConfigError: the metadata claim other layers than the tensors are, or heads that do not divide them."""
+        depth, size = self.number("block_count"), self.number("embedding_length")
+        if f"v.blk.{depth - 1}.ffn_up.weight" not in self.shapes:
+            raise ConfigError(
+                f"{self.file}: it claims {depth} layers, and has no tensors of the last"
+            )
+        if size % (2 * self.number("attention.head_count")):
+            raise ConfigError(
+                f"{self.file}: {size} features for {self.number('attention.head_count')} heads"
+            )
+        if len({self.shapes[name] for name in PATCHES if name in self.shapes}) != 1:
+            raise ConfigError(f"{self.file}: it has no patch embedding, or two of different shapes")
+
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {tensor.name: tensor.shape for tensor in self.header.tensors}
@@ -127,7 +141,11 @@ def wrapper_texts(
         raise ConfigError(f"{projector.file} gives {projector.width} features; {model.files[0].name} takes {config['hidden_size']}")  # fmt: skip
     tokenizer.stand_for(about["token"])
     make = {"llava": _llava, "gemma3": _gemma3}.get(about["model_type"], _qwen)
-    outer, processor, pictures = make(projector, config, tokenizer)
+    projector.check_sizes()
+    try:
+        outer, processor, pictures = make(projector, config, tokenizer)
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise ConfigError(f"{projector.file}: its metadata are not complete: {error!r}") from None
     inner = {**config, **outer.pop("text_config", {})}
     own = {"image_mean": projector.get("image_mean"), "image_std": projector.get("image_std")}
     pictures |= {key: value for key, value in own.items() if value is not None}
@@ -189,8 +207,10 @@ def _llava(projector: Projector, config: Mapping[str, Any], tokenizer: GgufToken
 
 def _gemma3(projector: Projector, config: Mapping[str, Any], tokenizer: GgufTokenizer) -> Made:
     tower, size = _siglip(projector, "gelu_pytorch_tanh"), projector.number("image_size")
-    pool = projector.get("projector.scale_factor", 4)
-    count = (size // tower["patch_size"] // pool) ** 2
+    pool, side = projector.get("projector.scale_factor", 4), size // tower["patch_size"]
+    if side < 1 or side % pool:
+        raise ValueError(f"{side} patches of a side, by {pool}")
+    count = (side // pool) ** 2
     named = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}  # fmt: skip
     tokenizer.name_tokens(named)
     outer = {
