@@ -20,6 +20,7 @@ from test_picture_equality import COUNT, given, peer
 from vision_checkpoints import CHECKPOINTS, make_checkpoint, picture
 
 from quire import LLM, SamplingParams
+from quire.cli.doctor import main as doctor
 from quire.config.load import LoadConfig
 from quire.config.model import ModelConfig
 from quire.errors import ConfigError, ModelNotFound, QuireError, Unsupported
@@ -101,6 +102,14 @@ def test_tokens_are_those_of_the_checkpoint(kind: str, files: Any, whole: Any, s
     logprobs_V = logits_V.float().log_softmax(-1)
     for token, entry in out.outputs[0].logprobs[0].items():
         assert abs(entry.logprob - float(logprobs_V[token])) < 1e-3
+
+
+def test_doctor_says_what_the_tower_costs(files: Any, capsys: Any) -> None:
+    doctor([str(files("llava")), "--max-model-len", "512"])
+    said = capsys.readouterr().out
+    assert "vision tower" in said
+    assert "16 tokens" in said
+    assert "would not start" not in said
 
 
 @pytest.mark.parametrize("kind", [Kind.F16, pytest.param(Kind.BF16, marks=pytest.mark.slow), pytest.param(Kind.Q8_0, marks=pytest.mark.slow)])  # fmt: skip

@@ -18,10 +18,9 @@ from quire.config.model import ModelConfig
 from quire.errors import ConfigError, ModelNotFound, QuireError
 from quire.frontend import startup
 from quire.frontend.startup import load_tokenizer
-from quire.models.checkpoint_files import TensorHeader, weight_files
+from quire.models.checkpoint_files import TensorHeader, stored_tensors, weight_files
 from quire.models.json_files import read_object
 from quire.models.registry import choose_impl
-from quire.models.safetensors_header import header
 from quire.models.supported import own_cache
 from quire.platforms.detect import PlatformFacts
 from quire.protocol.tensor_data import ITEMSIZE
@@ -124,7 +123,7 @@ def _weights(context: DoctorContext) -> Iterator[DoctorFinding]:
         )
         return
     try:
-        kind, files = weight_files(resolved.path, load.load_format)
+        kind, _ = weight_files(resolved.path, load.load_format)
     except ModelNotFound:
         if context.weights:
             yield from _room_to_fetch(context)
@@ -135,7 +134,8 @@ def _weights(context: DoctorContext) -> Iterator[DoctorFinding]:
         )
         return
     wanted = resolved.hf_config.get("num_hidden_layers")
-    names = [name for file in files for name in header(file)]
+    stored = stored_tensors(resolved.path, resolved.hf_config, load.load_format)
+    names = [] if isinstance(stored, int) else [name for name, *_ in stored]
     if isinstance(wanted, int) and names:
         layers = _layers(names)
         if layers and max(layers) + 1 < wanted:
