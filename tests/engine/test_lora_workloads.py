@@ -218,7 +218,11 @@ class Trial:
         self.check.take = lambda outputs: take(self.take(outputs))  # type: ignore[method-assign]
         to_come, spins = list(s.arrivals), 0
         while (
-            to_come or s.scheduler.has_work or core.in_flight or len(self.replies) < len(self.calls)
+            to_come
+            or s.scheduler.has_work
+            or core.in_flight
+            or len(self.replies) < len(self.calls)
+            or self.device.tickets  # the request that needs this adapter was aborted
         ):
             if to_come or spins < 60:
                 self.act()
