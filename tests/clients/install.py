@@ -15,16 +15,20 @@ import venv
 from pathlib import Path
 
 CLIENTS = Path(__file__).with_name("requirements.txt")
-NODE = ["openai", "@anthropic-ai/sdk", "ai", "@ai-sdk/openai-compatible", "zod"]
+NODE = {
+    "Node's clients": ["openai", "@anthropic-ai/sdk", "ai", "@ai-sdk/openai-compatible", "zod"],
+    "Continue's command line": ["@continuedev/cli"],
+    "Claude Code": ["@anthropic-ai/claude-code", "--foreground-scripts"],
+}
 
 
 def main(folder: Path) -> int:
     if not (folder / "bin" / "python").exists():
         venv.create(folder, with_pip=False)
-    (packages,) = (folder / "lib").glob("python3.*/site-packages")
+    (site_packages,) = (folder / "lib").glob("python3.*/site-packages")
     # addsitedir also reads the .pth files there, such as the file of the editable install of Quire
     parents = [path for path in site.getsitepackages() if Path(path).is_dir()]
-    (packages / "project.pth").write_text(
+    (site_packages / "project.pth").write_text(
         "".join(f"import site; site.addsitedir({path!r})\n" for path in parents), encoding="utf-8"
     )
     pip = [
@@ -42,11 +46,9 @@ def main(folder: Path) -> int:
         print("skipped: Node's clients: there is no npm")
     else:
         (folder / "node").mkdir(exist_ok=True)
-        report(
-            "Node's clients",
-            [npm, "install", "--silent", "--no-fund", "--no-audit", *NODE],
-            folder / "node",
-        )
+        install = [npm, "install", "--silent", "--no-fund", "--no-audit"]
+        for name, packages in NODE.items():
+            report(name, [*install, *packages], folder / "node")
     return 0
 
 
