@@ -1,6 +1,8 @@
 // Exact dot products of a line of weights, 16 outputs with four inputs each, with four signed bytes of activations, for every machine.
 // Only this file, gemm_kernel.h, int4_dot.h and simd.h use instructions of one machine.
 //
+// SAME_PRODUCTS: the bits of the weights whose products are computed in the same way, so that the code for them is compiled once.
+//
 // A group's sum is exact, in whatever order it is added. Products of weights of up to 6 bits, which are not negative, are added as 16
 // bits for as many lines as fit: `partial`. `total_of` makes 32 bits of them.
 #pragma once
@@ -14,6 +16,8 @@ constexpr bool BYTES_ARE_MOVED = true;  // weights of 8 bits are stored signed; 
 constexpr int BLOCK_ROWS = 12, BLOCK_PARTS = 2, LINES_UNROLLED = 8;
 template <int BITS>
 constexpr int LINES_AT_ONCE = 8;
+template <int BITS>
+constexpr int SAME_PRODUCTS = 8;
 template <int BITS>
 inline Ints add_dots(Ints partial, Ints w, Ints x) {
   return (Ints)_mm512_dpbusd_epi32((__m512i)partial, (__m512i)w, (__m512i)x);
@@ -56,6 +60,8 @@ inline Ints dots_of_bytes(Ints sums, Ints w, Ints x) { return {dots_of_bytes(sum
 template <int BITS>
 constexpr int LINES_AT_ONCE = BITS == 4 || BITS == 8 ? 8 : BITS == 5 ? 4 : 2;
 template <int BITS>
+constexpr int SAME_PRODUCTS = BITS;
+template <int BITS>
 inline Ints add_dots(Ints partial, Ints w, Ints x) {
   if constexpr (BITS == 8) return dots_of_bytes(partial, w, x);
   return add_shorts(partial, pair_dots(w, x));
@@ -70,6 +76,8 @@ inline Ints total_of(Ints partial) {
 constexpr int BLOCK_ROWS = 2, BLOCK_PARTS = 1, LINES_UNROLLED = 2;
 template <int BITS>
 constexpr int LINES_AT_ONCE = 8;
+template <int BITS>
+constexpr int SAME_PRODUCTS = 8;
 template <int BITS>
 inline Ints add_dots(Ints partial, Ints w, Ints x) {
   return dots_of_shorts(partial, w, x);

@@ -1,5 +1,6 @@
 // Records of GGUF blocks (gemm_blocks.cpp) as bytes and float scales.
 #pragma once
+#include "block_dot.h"
 #include "block_forms.h"
 #include "int4_dot.h"
 #include "norm_rope_act.h"
@@ -23,6 +24,24 @@ struct Record {
     table = load(words);
   }
 };
+
+// What the products of unpacked lines depend on, of a form.
+template <class F>
+using Products = Form<SAME_PRODUCTS<F::BITS>, F::GROUP, 32, F::MINIMA, 0>;
+
+// A record for the products of its lines. `chunks`: of 32 inputs; `zero`: of the form.
+struct Lines {
+  const uint8_t* bytes;
+  const float *scale, *minimum;
+  Ints table;
+  int chunks;
+  float zero;
+};
+
+template <class F, int INPUTS>
+inline Lines lines_of(const Record<F, INPUTS>& record, bool moved) {
+  return {record.bytes, record.scale, record.minimum, record.table, F::CHUNKS, F::zero(moved)};
+}
 
 inline Floats from_half(const uint16_t* p) {  // without subnormal numbers of float32, which are slow
   const Ints bits = widen_bits(p), fraction = bits & 1023, exponent = (bits >> 10) & 31;

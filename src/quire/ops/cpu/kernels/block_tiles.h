@@ -32,9 +32,9 @@ inline void sums_of_group(const int8_t* x, const uint8_t* w, int32_t* to) {
 }
 #undef SUMS_OF
 
-// N rows from `row` on by 16 outputs (`part` of a panel) and inputs [first, first + ins); total: [N][32].
-template <class F, int N, int INPUTS>
-__attribute__((noinline)) void tile_of_rows(const Activations& x, const Record<F, INPUTS>& record, long first, long ins, long row, int part,
+// N rows from `row` on by 16 outputs (`part` of a panel) and inputs [first, first + ins); total: [N][32]. F: Products of the form.
+template <class F, int N>
+__attribute__((noinline)) void tile_of_rows(const Activations& x, const Lines& record, long first, long ins, long row, int part,
                                             float* total) {
   constexpr long HALVES = 32 / F::GROUP;
   const long stride = x.stride, groups = ins / F::GROUP;
@@ -87,6 +87,7 @@ void panel_by_tiles(long form, const Activations& x, const uint8_t* w, long firs
   constexpr int INPUTS = 256;
   constexpr int ZERO = (int)F::zero(false);
   Record<F, INPUTS> record(form);
+  const Lines lines = lines_of(record, false);
   TileConfig config;
   for (int i = 0; i < 8; i++) {
     config.bytes[i] = (uint16_t)(i == 4 || i == 5 ? F::GROUP : 64);
@@ -102,7 +103,7 @@ void panel_by_tiles(long form, const Activations& x, const uint8_t* w, long firs
     }
     for (long m = 0; m < rows; m += 16)
       for (int part = 0; part < 2; part++) {
-        const auto run = [&](auto n) { tile_of_rows<F, decltype(n)::value>(x, record, k, ins, first + m, part, total + m * 32); };
+        const auto run = [&](auto n) { tile_of_rows<Products<F>, decltype(n)::value>(x, lines, k, ins, first + m, part, total + m * 32); };
         switch (std::min(16L, padded(rows - m))) {
           case 4: run(std::integral_constant<int, 4>{}); break;
           case 8: run(std::integral_constant<int, 8>{}); break;

@@ -25,12 +25,13 @@ namespace quire {
 namespace {
 
 // N rows by 32 outputs and a record, whose first input is `first`; total: [N][32]. With PACKED, lines are unpacked as they are used:
-// for few rows. `packed`: the bytes after the header.
+// for few rows; F is the weight's form then, otherwise its Products. `packed`: the bytes after the header.
 template <class F, int N, bool PACKED>
-__attribute__((noinline)) void record_of_rows(const Activations& x, const Record<F>& w, const uint8_t* packed, long first, long row,
+__attribute__((noinline)) void record_of_rows(const Activations& x, const Lines& w, const uint8_t* packed, long first, long row,
                                               float* total) {
   constexpr int LINES = F::GROUP / 4, AT_ONCE = std::min(LINES, LINES_AT_ONCE<F::BITS>), PARTS = PACKED && N == 1 ? 2 : BLOCK_PARTS;
-  for (int c = 0; c < F::CHUNKS; c++) {
+  const int chunks = PACKED ? F::CHUNKS : w.chunks;
+  for (int c = 0; c < chunks; c++) {
     const uint8_t* chunk = packed + c * F::CHUNK;
     for (long at = 0; PACKED && at < F::CHUNK; at += LINE) fetch(chunk + FETCH_AHEAD + at);
     for (int half = 0; half < 32 / F::GROUP; half++) {
@@ -75,7 +76,7 @@ __attribute__((noinline)) void record_of_rows(const Activations& x, const Record
           const Floats scales = load(scale + at), minima = load((F::MINIMA ? minimum : scale) + at);
 #pragma GCC unroll 16
           for (int m = 0; m < N; m++)
-            add_group<F>(sums[m][t], F::zero(BYTES_ARE_MOVED), scales, minima, group.x_scale[m], group.x_sum[m], total + m * 32 + at);
+            add_group<F>(sums[m][t], w.zero, scales, minima, group.x_scale[m], group.x_sum[m], total + m * 32 + at);
         }
       }
     }
@@ -83,7 +84,7 @@ __attribute__((noinline)) void record_of_rows(const Activations& x, const Record
 }
 
 template <class F>
-inline void record_of_rows(int rows, const Activations& x, const Record<F>& w, long first, long row, float* total) {
+inline void record_of_rows(int rows, const Activations& x, const Lines& w, long first, long row, float* total) {
   switch (rows) {
 #define CASE(n) \
   case n: return record_of_rows<F, n, false>(x, w, nullptr, first, row, total);
@@ -104,7 +105,7 @@ inline void record_of_rows(int rows, const Activations& x, const Record<F>& w, l
 constexpr long PACKED_ROWS = BLOCK_ROWS < 4 ? BLOCK_ROWS : 4;  // the most rows for which lines are unpacked as they are used
 
 template <class F>
-inline void packed_of_rows(int rows, const Activations& x, const Record<F>& w, const uint8_t* packed, long first, long row, float* total) {
+inline void packed_of_rows(int rows, const Activations& x, const Lines& w, const uint8_t* packed, long first, long row, float* total) {
   switch (rows) {
     case 1: return record_of_rows<F, 1, true>(x, w, packed, first, row, total);
     case 2: return record_of_rows<F, 2, true>(x, w, packed, first, row, total);
@@ -122,19 +123,20 @@ void panel_of_rows(long form, const Activations& x, const uint8_t* w, long first
   if (by_tiles(x.rows)) return panel_by_tiles<F>(form, x, w, first, rows, total);
 #endif
   Record<F> record(form);
+  const Lines lines = lines_of(record, BYTES_ARE_MOVED);
   memset(total, 0, rows * 32 * sizeof(float));
   const long parts = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
   for (long k = 0; k < x.ins; k += F::BLOCK, w += F::RECORD) {
     for (long at = 0; at < F::HEADER; at += LINE) fetch(w + FETCH_AHEAD + at);
     unpack_scales(w, record);
     if (rows <= PACKED_ROWS) {
-      packed_of_rows<F>((int)rows, x, record, w + F::HEADER, k, first, total);
+      packed_of_rows<F>((int)rows, x, lines, w + F::HEADER, k, first, total);
       continue;
     }
     unpack<0>(w + F::HEADER, record, BYTES_ARE_MOVED);
     for (long i = 0; i < parts; i++) {
       const long a = rows * i / parts, e = rows * (i + 1) / parts;
-      record_of_rows<F>((int)(e - a), x, record, k, first + a, total + a * 32);
+      record_of_rows<Products<F>>((int)(e - a), x, lines, k, first + a, total + a * 32);
     }
   }
 }
