@@ -157,6 +157,13 @@ def kept_blocks(folder: Path, words: list[str]) -> None:
     run(folder, [word.replace("/var/lib/quire/kv", str(folder / "kv")) for word in words])
 
 
+def copies(folder: Path, words: list[str]) -> None:
+    """A file of the package; the name of its folder is the output of a command."""
+    run(folder, ["sh", "-c", f'cp "{words[1]}" {words[2]}'])
+    (copy,) = folder.iterdir()
+    assert copy.read_bytes()[:4] == b"RIFF"
+
+
 PLACEHOLDERS = {
     "Qwen/Qwen2.5-VL-3B-Instruct": "quire-tiny",
     "Qwen/Qwen3-8B": "quire-tiny",
@@ -189,7 +196,9 @@ HOW: dict[str, Callable[[Path, list[str]], None] | str] = {
     "quire serve Qwen/Qwen2.5-VL-3B-Instruct": serves("quire-tiny"),
     "quire serve Qwen/Qwen2-Audio-7B-Instruct": "there is no small model that hears: tests/media serves a random one",
     "quire serve MODEL --port": "needs a redis and a key file: tests/kv_tiers starts both, with two replicas",
-    "quire serve openai/whisper-small": "there is no small speech model: tests/sound serves a random one",
+    "quire serve openai/whisper-small": "is large: the pages' requests go to quire-tiny-whisper (test_page_commands.py)",
+    "quire serve quire-tiny-whisper": serves("quire-tiny-whisper"),
+    "cp": copies,
     "quire serve Qwen/Qwen3-0.6B --max-model-len 8192": serves("quire-tiny"),
     "quire serve path/to/a/model --quantization int8": serves("quire-tiny"),
     "quire serve --config quire.yaml": configured,

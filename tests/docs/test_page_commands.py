@@ -42,6 +42,7 @@ OTHERS = {
     ".",
     "cd",
     "git",
+    "cp",
 }  # programs of others; tests/deploy reads their files
 PACKAGES = {"openai", "anthropic", "lm-eval"}  # from the package index
 OUTER = {"HF_TOKEN", "HF_HUB_OFFLINE", "HF_HOME", "OMP_NUM_THREADS"}  # variables of others
@@ -88,8 +89,9 @@ def split_variables(words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 ALL = list(commands())
-REQUESTS = [each for each in ALL if each.words[0] == "curl" and each.page != "audio.md"]
-"""Sound needs a speech model: tests/sound sends these requests to a tiny one."""
+REQUESTS = [each for each in ALL if each.words[0] == "curl"]
+SAMPLE = ROOT / "src" / "quire" / "embedded" / "quire-tiny-whisper" / "sample.wav"
+SAID = "find three red foxes in the forest"
 
 
 def test_pages_contain_commands():
@@ -186,13 +188,25 @@ def pooling_server() -> Iterator[Served]:
         yield found
 
 
+@pytest.fixture(scope="module")
+def speech_server() -> Iterator[Served]:
+    with Served("quire-tiny-whisper") as found:
+        yield found
+
+
+def server_of(command: Command) -> str:
+    """The fixture with the model that a request needs."""
+    if any("/audio/" in word for word in command.words):
+        return "speech_server"
+    return "pooling_server" if command.page == "pooling.md" else "server"
+
+
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("command", REQUESTS, ids=lambda one: f"{one.page}: {one.words[1:3]}")
+@pytest.mark.parametrize("command", REQUESTS, ids=lambda one: f"{one.page}: {one.words[1:]}"[:60])
 def test_the_server_answers_a_request(request: pytest.FixtureRequest, command: Command):
-    pooling = command.page == "pooling.md"
-    server: Served = request.getfixturevalue("pooling_server" if pooling else "server")
+    server: Served = request.getfixturevalue(server_of(command))
     words, headers, data = command.words[1:], {"Authorization": "Bearer sk-mine"}, None
-    method, url = "GET", ""
+    method, url, form = "GET", "", dict[str, str]()
     while words:
         word = words.pop(0)
         if word in ("-H", "--header"):
@@ -200,13 +214,21 @@ def test_the_server_answers_a_request(request: pytest.FixtureRequest, command: C
             headers[name] = value.strip()
         elif word in ("-d", "--data"):
             data, method = words.pop(0), "POST"
+        elif word == "-F":
+            name, _, form[name] = words.pop(0).partition("=")
         elif word == "-X":
             method = words.pop(0)
         elif not word.startswith("-"):
             url = word
     assert url.startswith(ADDRESS), "a page's requests go to the address that make serve prints"
     url = server.url + url.removeprefix(ADDRESS)
-    answer = httpx.request(method, url, headers=headers, content=data, timeout=120)
+    if form:
+        assert form.pop("file") in ("@sample.wav", "@speech.wav"), "a copy of the sample"
+        files = {"file": SAMPLE.read_bytes()}
+        answer = httpx.post(url, headers=headers, data=form, files=files, timeout=120)
+        assert SAID in answer.text
+    else:
+        answer = httpx.request(method, url, headers=headers, content=data, timeout=120)
     assert answer.status_code == 200, answer.text
     assert answer.text
 
@@ -222,12 +244,18 @@ def test_the_programs_of_the_adapter_page_run(capsys: pytest.CaptureFixture[str]
     lora_resolvers.LoRAResolverRegistry.resolvers.pop("shelf")
 
 
-def test_the_programs_of_the_quickstart_run(server: Served, capsys: pytest.CaptureFixture[str]):
+def test_the_programs_of_the_quickstart_run(
+    server: Served, speech_server: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):  # fmt: skip
     names: dict[str, object] = {}
-    for block in blocks(ROOT / "docs" / "quickstart.md", "python"):
-        text = block.replace(ADDRESS, server.url).replace('"none"', '"sk-mine"')
-        exec(compile(text, "quickstart.md", "exec", dont_inherit=True), names)
+    monkeypatch.chdir(SAMPLE.parent)
+    first, *others = blocks(ROOT / "docs" / "quickstart.md", "python")
+    for block in others:
+        url = speech_server.url if "client.audio" in block else server.url
+        shared = first.replace(ADDRESS, url).replace('"none"', '"sk-mine"')
+        exec(compile(f"{shared}\n{block}", "quickstart.md", "exec", dont_inherit=True), names)
     printed = capsys.readouterr().out
+    assert SAID in printed
     assert 'get_weather {"city": "Oslo"}' in printed
     assert "The weather in Oslo is rainy with 7 degrees." in printed
     assert "name='Mira Stone' age=34 city='Oslo'" in printed

@@ -22,7 +22,7 @@ from tools.tiny_model.sample import Sample
 
 MODEL = EMBEDDED / "quire-tiny"
 FOLDERS = [folder for folder in sorted(EMBEDDED.iterdir()) if folder.is_dir()]
-MODELS = [folder for folder in FOLDERS if (folder / "generation_config.json").exists()]
+MODELS = [folder for folder in FOLDERS if (folder / "chat_template.jinja").exists()]
 EMBEDDER = EMBEDDED / "quire-tiny-embed"
 
 
@@ -32,6 +32,7 @@ def _size(folder: Path) -> int:
 
 def test_sizes():
     assert _size(MODEL) <= 16e6
+    assert _size(EMBEDDED / "quire-tiny-whisper") <= 3e6
     assert sum(map(_size, FOLDERS)) <= 20e6
 
 

@@ -14,7 +14,7 @@ from quire.config.short_names import short_names
 
 WITH_SERVER_FLAGS = ("serve", "doctor")
 WITH_ENGINE_FLAGS = ("chat", "complete", "run-batch")
-EMBEDDED = ("quire-tiny", "quire-tiny-embed")
+EMBEDDED = ("quire-tiny", "quire-tiny-embed", "quire-tiny-whisper")
 INSTALL = {
     "bash": "quire completion bash > ~/.local/share/bash-completion/completions/quire",
     "zsh": 'quire completion zsh > "${fpath[1]}/_quire"',
