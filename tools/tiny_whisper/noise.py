@@ -1,4 +1,4 @@
-"""What a room and a microphone add to speech: noise, echo, level. Some kinds of noise are kept for measuring.
+"""What a room and a microphone add to speech: noise, echo, level. Some hums and clicks are kept for measuring.
 
 Shape suffixes: N samples.
 """
@@ -12,7 +12,8 @@ import numpy as np
 
 from tools.tiny_whisper.espeak import RATE
 
-COLOURS = 48
+COLOURS, HUMS = 48, 64
+HELD_OUT_HUMS = 16  # the first ones
 LONGEST = 6 * RATE
 
 
@@ -27,7 +28,7 @@ def coloured(number: int) -> np.ndarray:
 
 @cache
 def hum_and_clicks(number: int) -> np.ndarray:
-    """Mains hum with its harmonics, and clicks of a keyboard; of mean square 1. Never trained on."""
+    """Mains hum with its harmonics, and clicks of a keyboard; of mean square 1."""
     draw = np.random.default_rng(10_000 + number)
     time = np.arange(LONGEST) / RATE
     base = draw.choice((50, 60))
@@ -63,9 +64,12 @@ def in_a_room(samples_N: np.ndarray, speech: float, draw: random.Random, held_ou
         samples_N = echo(samples_N, draw)
     if draw.random() < (0.9 if held_out else 0.85):
         decibel = draw.uniform(10, 30) if held_out else draw.uniform(5, 40)
-        noise = (
-            hum_and_clicks(draw.randrange(16)) if held_out else coloured(draw.randrange(COLOURS))
-        )
+        if held_out:
+            noise = hum_and_clicks(draw.randrange(HELD_OUT_HUMS))
+        elif draw.random() < 0.4:
+            noise = hum_and_clicks(draw.randrange(HELD_OUT_HUMS, HUMS))
+        else:
+            noise = coloured(draw.randrange(COLOURS))
         noise_N = np.roll(noise, draw.randrange(LONGEST))[: len(samples_N)]
         level = np.sqrt((speech or draw.uniform(1e-6, 0.02)) * 10 ** (-decibel / 10))
         samples_N = samples_N + np.float32(level) * noise_N
