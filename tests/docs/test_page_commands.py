@@ -201,7 +201,6 @@ def server_of(command: Command) -> str:
     return "pooling_server" if command.page == "pooling.md" else "server"
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("command", REQUESTS, ids=lambda one: f"{one.page}: {one.words[1:]}"[:60])
 def test_the_server_answers_a_request(request: pytest.FixtureRequest, command: Command):
     server: Served = request.getfixturevalue(server_of(command))
