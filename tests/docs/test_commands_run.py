@@ -194,6 +194,7 @@ HOW: dict[str, Callable[[Path, list[str]], None] | str] = {
     "python examples/batch.py": "runs as it is: tests/docs/test_examples.py",
     "quire doctor MODEL --max-num-seqs 8": in_terminal(r"This configuration would start\."),
     "quire serve Qwen/Qwen2.5-VL-3B-Instruct": serves("quire-tiny"),
+    "quire serve Qwen2.5-VL-3B-Instruct-Q4_K_M.gguf": "needs two files: tests/media/test_mmproj.py writes small ones",
     "quire serve Qwen/Qwen2-Audio-7B-Instruct": "there is no small model that hears: tests/media serves a random one",
     "quire serve MODEL --port": "needs a redis and a key file: tests/kv_tiers starts both, with two replicas",
     "quire serve openai/whisper-small": "is large: the pages' requests go to quire-tiny-whisper (test_page_commands.py)",

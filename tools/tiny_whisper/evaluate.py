@@ -67,7 +67,7 @@ def table(found: dict[str, Accuracy]) -> str:
     lines = ["| sound | phrases | words right | whole phrases right |", "|---|---|---|---|"]
     lines += [f"| {name} | {one.texts} | {one.of_words:.1%} of {one.words:,} | {one.of_texts:.1%} |" for name, one in found.items()]  # fmt: skip
     text = (
-        "Voices, speeds (146 to 165 words a minute), phrases and kinds of noise that were not trained on; greedy, in Quire on a CPU,"
+        "Voices, speeds (146 to 165 words a minute), phrases and noises that were not trained on; greedy, in Quire on a CPU,"
         f" {datetime.date.today()}. A word counts as right by\nthe word error rate: 1 - (replaced + missing + added) / words."
     )
     return "\n".join([*lines, "", text])
