@@ -64,7 +64,7 @@ BEGINNING = [9, 8, 7] * 15
 PROMPTS = [BEGINNING + prompt for prompt in prompts(5, longest=40)]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def model_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
     """Path of the tiny checkpoint of a family, made once."""
     made: dict[str, str] = {}

@@ -107,7 +107,7 @@ def library(isa: Isa) -> Path:
         check_owner(root)
         if _is_cached(root / name):
             return root / name
-        with _lock(root / f"{name}.lock"):
+        with _lock(root):
             if _is_cached(root / name):
                 return root / name
             library = make(isa, root)
@@ -128,20 +128,21 @@ def _is_cached(path: Path) -> bool:
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[None]:
+def _lock(folder: Path) -> Iterator[None]:
     """Of processes that need the same build, one compiles it and the others wait, at most `PATIENCE_S` seconds."""
-    end = time.monotonic() + PATIENCE_S
-    with path.open("w") as file:
+    end, locked = time.monotonic() + PATIENCE_S, os.open(folder, os.O_RDONLY)
+    try:
         while time.monotonic() < end:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
             except BlockingIOError:
                 time.sleep(0.1)
             except OSError:  # a file system without locks
                 break
-            else:
-                break
         yield
+    finally:
+        os.close(locked)
 
 
 def loaded(path: Path) -> None:
