@@ -50,7 +50,7 @@ def test_continue(long_context: str, tmp_path: Path):
 
 
 def test_claude_code(long_context: str, tmp_path: Path):
-    """It ends with a message of its own if the answer has more tokens than it asked for."""
+    """Claude Code prints an error message if the answer has more tokens than Claude Code asked for."""
     done = run(
         "claude", "-p", "Say hello.", folder=tmp_path,
         ANTHROPIC_BASE_URL=long_context, ANTHROPIC_AUTH_TOKEN="none", ANTHROPIC_MODEL="quire-tiny",

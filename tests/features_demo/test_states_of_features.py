@@ -36,7 +36,7 @@ class Limit:
 
 
 class ListeningGate(Gate):
-    """Has the first 8 tokens of each request, and what they need; notes late errors."""
+    """Offers the first 8 tokens of each request, and the state that continues from these tokens; notes late errors."""
 
     def __init__(self, limit: Limit):
         self.limit = limit

@@ -235,7 +235,8 @@ def test_a_prefix_hit_that_ends_inside_a_picture_that_sees_itself(engine, checkp
 
 
 def test_a_prompt_that_attends_in_both_directions(engine, checkpoint):
-    """Its keys depend on all of its tokens: an equal prompt finds them, one that begins alike does not; one longer than a step is refused."""
+    """The keys of such a prompt depend on all tokens of the prompt: an equal prompt finds the keys, and a prompt with the same beginning does
+    not. A prompt that is longer than a step is refused."""
     pictures = [picture(5)]
     texts = ["@ which colour?", "@ which colours?", "@ which colour?@"]
     with engine("paligemma", hf_overrides={"text_config": {"sliding_window": 512}}) as llm:

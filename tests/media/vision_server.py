@@ -42,7 +42,7 @@ def asking(*parts: Any, **more: Any) -> dict[str, Any]:
 
 
 class VisionServer:
-    """`processes`: those that decode its pictures; None: its own. `process`: the engine has one of its own."""
+    """`processes`: the processes that decode the server's pictures; None: the server starts them. `process`: the engine runs in another process."""
 
     def __init__(
         self, path: str, processes: MediaProcesses | None = None, *, process: bool = False, **options: Any

@@ -35,8 +35,8 @@ PHONEMES = (
 class Spoken:
     """A phrase, its sound (int16), and the voice that said it.
 
-    `words_W`: the index of the sample at which each word begins. `phonemes_P2`: for each phoneme the index of the sample at which the
-    phoneme begins, and its number in PHONEMES.
+    `words_W`: for each word the index of its first sample. `phonemes_P2`: for each phoneme the index of its first sample, and
+    its number in PHONEMES.
     """
 
     text: str

@@ -89,7 +89,7 @@ def sweep(results: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def _only_flag(results: Sequence[Mapping[str, Any]]) -> str:
-    """The words of the flag in which all loads differ, if it is the only one."""
+    """The flag of the loads in words, where each load has this one flag; "": the loads have other flags too."""
     flags = {tuple(one["bench"]) for one in results}
     names = flags.pop() if len(flags) == 1 else ()
     return names[0].replace("_", " ") if len(names) == 1 and names[0] != "_benchmark_name" else ""

@@ -39,7 +39,7 @@ class Gate:
     saves_preempted = False
     """Blocks of preempted requests are saved: for the text of a warning."""
     meets_limits = False
-    """What `can_load` counts can be continued: the gate has asked every `PrefixLimit`, or loads what it needs."""
+    """A request can continue from the blocks that `can_load` counts: the gate has asked every `PrefixLimit`, or loads what the limit needs."""
 
     def receive(self, received: EngineRequest, number: int) -> EngineRequest:
         """A request arrives, the scheduler's `number`-th. Returns it, maybe with other fields.

@@ -29,7 +29,8 @@ KERNEL_WIDTH = 32
 
 
 class KVTierHook(Hook):
-    """One rank's part. `models`: the worker's list, the main one first; `states`: of its rows, with their checkpoints."""
+    """Copies blocks and states of one rank. `models`: the list of the worker, with the main model first; `states`: the recurrent states of
+    the worker's rows and checkpoints."""
 
     name = NAME
     order = 15  # after a row has loaded a checkpoint whose place is written now

@@ -33,8 +33,8 @@ TOKENS_A_PLAN = 1 << 16
 
 @dataclass(eq=False, slots=True)
 class Lookup:
-    """The look-up of one waiting request. `keys`: the names of its missing blocks, in the order of its prompt; `states`: those at which
-    a recurrent state may be kept, the last one first."""
+    """The look-up of one waiting request. `keys`: the names of the request's missing blocks, in the order of the prompt; `states`: the names of
+    the blocks at whose end a recurrent state may be kept, with the last block first."""
 
     keys: Sequence[Key]
     states: Sequence[bytes]

@@ -15,6 +15,8 @@ from quire.frontend.pooling.scores import (
     Pairs,
     PairText,
     check_shapes,
+    content_of,
+    conversations_of,
     read_text,
 )
 from quire.frontend.prompts import Prompt
@@ -46,13 +48,8 @@ def read_program_pairs(
         made = [[_vector_text(front, one, text) for one, text in zip(*each, strict=True)] for each in zip(both, words, strict=True)]  # fmt: skip
         return Pairs(front, made[0], made[1], options)
     pairs.check_uncut()
-    kwargs = dict(options.template_kwargs)
-    if options.instruction is not None:
-        kwargs.setdefault("instruction", options.instruction)
-    how = ChatOptions(add_generation_prompt=False, template=options.template, template_kwargs=kwargs)  # fmt: skip
-    for number, document in enumerate(both[1]):
-        query = both[0][number if len(both[0]) > 1 else 0]
-        messages = [{"role": "query", "content": _content(query)}, {"role": "document", "content": _content(document)}]  # fmt: skip
+    how = ChatOptions(add_generation_prompt=False, template=options.template, template_kwargs=options.variables)  # fmt: skip
+    for messages in conversations_of(*both):
         pairs.rendered.append(front.chat_prompt(messages, how))
     return pairs
 
@@ -61,17 +58,13 @@ def _vector_text(front: RequestManager, one: Any, words: str) -> PairText:
     """A text of a pair whose vectors are compared; with pictures, the conversation of one message."""
     if not _has_media(one):
         return words
-    prompt: Prompt = front.chat_prompt([{"role": "user", "content": _content(one)}], ChatOptions(add_generation_prompt=False))  # fmt: skip
+    prompt: Prompt = front.chat_prompt([{"role": "user", "content": content_of(one)}], ChatOptions(add_generation_prompt=False))  # fmt: skip
     prompt.text = words
     return prompt
 
 
-def _content(one: Any) -> Any:
-    return one.get("content") or one.get("text") if isinstance(one, Mapping) else one
-
-
 def _has_media(one: Any) -> bool:
-    content = _content(one)
+    content = content_of(one)
     return isinstance(content, list) and any(isinstance(part, Mapping) and "text" not in part for part in content)  # fmt: skip
 
 
@@ -79,4 +72,4 @@ def _words(one: Any, name: str) -> str:
     """The words of a text. Raises: as `read_text`."""
     if not _has_media(one):
         return read_text(one, name)
-    return "\n".join(str(part["text"]) for part in _content(one) if isinstance(part, Mapping) and "text" in part)  # fmt: skip
+    return "\n".join(str(part["text"]) for part in content_of(one) if isinstance(part, Mapping) and "text" in part)  # fmt: skip

@@ -10,7 +10,7 @@ vectors. Does not know HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,26 @@ class PairOptions:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     max_tokens_per_query: int = 0
     max_tokens_per_doc: int = 0
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Of the template, with the instruction."""
+        given = {} if self.instruction is None else {"instruction": self.instruction}
+        return given | self.template_kwargs
+
+
+def content_of(one: Any) -> Any:
+    """The content of one text of a pair."""
+    return one.get("content") or one.get("text") if isinstance(one, Mapping) else one
+
+
+def conversations_of(
+    queries: Sequence[Any], documents: Sequence[Any]
+) -> Iterator[list[dict[str, Any]]]:
+    """The messages of each pair, 1:N or N:N, for a template that reads both texts at once."""
+    for number, document in enumerate(documents):
+        both = {"query": queries[number if len(queries) > 1 else 0], "document": document}
+        yield [{"role": role, "content": content_of(one)} for role, one in both.items()]
 
 
 def read_text(value: Any, name: str) -> str:
@@ -218,12 +238,11 @@ class Pairs:
         return cut_text(self.front.need_tokenizer(), text, most)
 
     def _rendered(self, query: str, document: str) -> str:
-        kwargs = dict(self.options.template_kwargs)
-        if self.options.instruction is not None:
-            kwargs.setdefault("instruction", self.options.instruction)
-        messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+        (messages,) = conversations_of([query], [document])
         options = ChatOptions(
-            add_generation_prompt=False, template=self.options.template, template_kwargs=kwargs
+            add_generation_prompt=False,
+            template=self.options.template,
+            template_kwargs=self.options.variables,
         )
         return self.front.render(messages, options)
 

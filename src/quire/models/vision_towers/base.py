@@ -199,7 +199,7 @@ def first_of(tensors: Mapping[str, TensorData], *names: str) -> TensorData:
 
 
 def feature_layers(config: Mapping[str, Any], default: int) -> list[int]:
-    """`vision_feature_layer` of a wrapper's config: one number or several; `default`, where config.json leaves it out."""
+    """The layers that `vision_feature_layer` of a wrapper's config names: one number or several. A config.json without the key means `default`."""
     chosen = config.get("vision_feature_layer", default)
     return list(chosen) if isinstance(chosen, list | tuple) else [chosen]
 

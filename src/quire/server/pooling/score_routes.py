@@ -19,6 +19,8 @@ from quire.frontend.pooling.scores import (
     Pairs,
     PairText,
     check_shapes,
+    content_of,
+    conversations_of,
     read_text,
     shown,
 )
@@ -87,37 +89,26 @@ async def rendered_pairs(
     texts = [value if isinstance(value, list) else [value] for value in (queries, documents)]
     front = context.engine.front
     renders = Pairs(front, [""], [""], options).renders
-    if not renders or not any(media_in(_parts(one)) for many in texts for one in many):
+    if not renders or not any(media_in(content_of(one)) for many in texts for one in many):
         return None
     shown_texts = [[_text(one, f"{name}[{i}]") for i, one in enumerate(many)] for name, many in zip(names, texts, strict=True)]  # fmt: skip
     check_shapes(shown_texts[0], shown_texts[1], names)
-    kwargs = dict(options.template_kwargs)
-    if options.instruction is not None:
-        kwargs.setdefault("instruction", options.instruction)
     how = InputBody(
-        chat_template_kwargs=kwargs, truncate_prompt_tokens=body.truncate_prompt_tokens,
+        chat_template_kwargs=options.variables, truncate_prompt_tokens=body.truncate_prompt_tokens,
         add_special_tokens=body.add_special_tokens is not False,
     )  # fmt: skip
     found = Pairs(front, shown_texts[0], shown_texts[1], options)
     found.check_uncut()
-    for number, document in enumerate(texts[1]):
-        query = texts[0][number if len(texts[0]) > 1 else 0]
-        both = zip(("query", "document"), (query, document), strict=True)
-        messages = [{"role": role, "content": _parts(one)} for role, one in both]
+    for messages in conversations_of(*texts):
         prompt = await conversation(messages, how, context)
         found.rendered.append(Prompt(prompt) if isinstance(prompt, str) else prompt)
         await asyncio.sleep(0)  # others wait for one pair, not for all
     return found
 
 
-def _parts(one: Any) -> Any:
-    """The content of one text of a pair."""
-    return one.get("content") or one.get("text") if isinstance(one, dict) else one
-
-
 def _text(one: Any, name: str) -> str:
     """The words of a text that may have pictures. Raises: as `read_text`."""
-    content = _parts(one)
+    content = content_of(one)
     if not (isinstance(content, list) and media_in(content)):
         return read_text(one, name)
     texts = (part.get("text") for part in content if isinstance(part, dict))
