@@ -25,7 +25,7 @@ FIRST_PRICE, LEAST_PRICE = 0.3, 0.05  # tokens; a draft token costs host time th
 TIME_WEIGHT = 1 / 16  # of a step in the moving averages of seconds
 PROBE_EVERY = 16  # steps: then rows that get no draft tokens get 1
 COLD_STEPS = 32  # the first steps of a process are slow
-PLAIN_STEPS, TRIAL_STEPS, FIRST_STEPS, MAX_STEPS = 16, 64, 128, 4096  # of a window
+PLAIN_STEPS, TRIAL_STEPS, FIRST_STEPS, MAX_STEPS = 16, 64, 256, 4096  # of a window
 NO_DRAFTS = (
     1 / 4
 )  # a step without draft tokens in a window that has them counts as this part of a step
