@@ -8,7 +8,7 @@ from quire.config.engine_args import EngineArgs
 from quire.config.flags import parse
 from quire.config.from_keywords import engine_config
 from quire.config.lora import MAX_NAME
-from quire.config.validate import _check_lora
+from quire.config.validate import check_lora
 from quire.errors import ConfigError
 
 
@@ -90,6 +90,8 @@ def test_a_wrong_form_is_refused(value, says):
     ("keywords", "says"),
     [
         ({"lora_modules": {"a": "/x"}}, "enable_lora is off; add --enable-lora"),
+        ({"default_mm_loras": {"audio": "/x"}}, "default_mm_loras names adapters, but enable_lora is off"),
+        ({"enable_lora": True, "lora_modules": {"audio": "/x"}, "default_mm_loras": {"audio": "/y"}}, "is the name of an adapter of default_mm"),
         ({"enable_lora": True, "max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras=2 is less than max_loras=4"),
         ({"enable_lora": True, "lora_modules": {"m": "/x"}, "served_model_name": ["b", "m"]}, "'m' is a name of the model"),
     ],
@@ -97,7 +99,20 @@ def test_a_wrong_form_is_refused(value, says):
 )  # fmt: skip
 def test_settings_that_contradict_each_other(keywords, says):
     with pytest.raises(ConfigError, match=says):
-        _check_lora(engine_config(keywords))
+        check_lora(engine_config(keywords))
+
+
+def test_adapters_of_kinds_of_media():
+    given = parse(["m", "--enable-lora", "--default-mm-loras", '{"audio": "/x", "image": "org/y"}'])
+    assert given.lora.default_mm_loras == {"audio": "/x", "image": "org/y"}
+    assert given.lora.adapters == [module("audio", "/x"), module("image", "org/y")]
+    assert given.lora.capacity == 2
+
+
+@pytest.mark.parametrize("value", ["[]", '{"sound": "/x"}', '{"audio": 3}', '{"audio": ""}', 7])
+def test_other_forms_of_them_are_refused(value):
+    with pytest.raises(ConfigError, match="must be a JSON object of image, video, audio and paths"):
+        engine_config({"default_mm_loras": value})
 
 
 @pytest.mark.parametrize("rank", [1, 8, 16, 32, 64, 128, 256, 320, 512])

@@ -42,7 +42,7 @@ OBJECTS = (
 
 # Features of later work: a value that asks for one is refused, naming it
 REFUSED = """
-enable_prompt_adapter default_mm_loras={"audio":"d"} enable_tower_connector_lora enable_moe_shared_loras enable_mixed_moe_lora_format
+enable_prompt_adapter enable_tower_connector_lora enable_moe_shared_loras enable_mixed_moe_lora_format
 kv_transfer_config={"kv_connector":"NixlConnector"} kv_events_config={"a":1}
 kv_offloading_size=4
 io_processor_plugin=x
@@ -280,7 +280,6 @@ KEYWORDS = {
         "guided_decoding_backend": "xgrammar", "use_v2_block_manager": True, "max_seq_len_to_capture": 9, "otlp_traces_endpoint": "http://c:4318",
     },
     "refused": {
-        "default_mm_loras": {"audio": "/path"},
         "kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
         "kv_offloading_size": 4.0,
     },

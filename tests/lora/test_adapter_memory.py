@@ -43,7 +43,7 @@ def test_configured_adapters_count_with_their_own_ranks(tmp_path: Path) -> None:
     plan = planned(resolve_config(EngineConfig.from_keywords(model=path, **KEYWORDS, **asked)))
     assert plan.num_line_bytes == (2 + 16 + 16) * rank_one
     (line,) = plan.lines
-    assert line.about == "for 1 of lora_modules and 2 to come of max_lora_rank=16"
+    assert line.about == "for 1 of the configuration and 2 to come of max_lora_rank=16"
     with lora_engine(path, **asked) as one:
         (card,) = one.client.call("list_loras")
         assert 2 * rank_one <= card["bytes"] < 2 * rank_one + 1024  # with scales

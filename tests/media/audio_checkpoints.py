@@ -137,15 +137,42 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+SPEECH = CHECKPOINTS["granite_speech"]
+CHECKPOINTS["granite_speech_3"] = SPEECH | {
+    "model_type": "granite_speech", "config": SPEECH["config"] | {"has_lora_adapter": True}, "adapted": ["q_proj", "v_proj"],
+}  # fmt: skip
+
+
 def make_checkpoint(kind: str, folder: Path) -> str:
     made = CHECKPOINTS[kind]
     config = transformers.AutoConfig.for_model(made.get("model_type", kind), **made["config"])
     model = getattr(transformers, made["architecture"])(config)
     vision_checkpoints.draw_weights(model, len(kind))
     model.save_pretrained(folder)
+    if adapted := made.get("adapted"):
+        save_adapter(model, adapted, folder)
     if outer := made.get("outer"):
         inside_a_model_that_speaks(folder, outer)
     return vision_checkpoints.save_processor(made, folder, TEMPLATE)
+
+
+def save_adapter(model: Any, modules: list[str], folder: Path) -> None:
+    """A random LoRA adapter for these modules of the language model, in the form of PEFT, beside the weights of the model."""
+    from safetensors.torch import save_file
+
+    torch.manual_seed(3)
+    rank, found = 6, {}
+    for name, module in model.named_modules():
+        if "language_model" in name and name.rpartition(".")[2] in modules:
+            found[f"base_model.model.{name}.lora_A.weight"] = 0.3 * torch.randn(
+                rank, module.in_features
+            )
+            found[f"base_model.model.{name}.lora_B.weight"] = 0.3 * torch.randn(
+                module.out_features, rank
+            )
+    save_file(found, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": modules, "base_model_name_or_path": str(folder)}  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
 def inside_a_model_that_speaks(folder: Path, kind: str) -> None:
@@ -173,8 +200,14 @@ def engine_options(kind: str) -> dict[str, Any]:
 
 @cache
 def transformers_model(path: str, architecture: str) -> Any:
+    """With the adapter of the folder, if it has one, by PEFT."""
     kind = getattr(transformers, architecture)
-    return kind.from_pretrained(path, dtype=torch.float32).eval()
+    found = kind.from_pretrained(path, dtype=torch.float32, adapter_kwargs={"subfolder": "none"})  # fmt: skip
+    if (Path(path) / "adapter_config.json").is_file():
+        from peft import PeftModel
+
+        found = PeftModel.from_pretrained(found, path)
+    return found.eval()
 
 
 def sound(number: int = 0, seconds: float = 1.0, rate: int = RATE) -> np.ndarray:

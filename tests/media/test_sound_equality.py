@@ -30,7 +30,7 @@ def processor(path: str) -> Any:
     return load_processor(path, kinds_of(path))
 
 
-PADDED = ("granite_speech", "qwen3_omni")
+PADDED = ("granite_speech", "granite_speech_3", "qwen3_omni")
 
 
 def two_sounds(kind: str) -> list[np.ndarray]:

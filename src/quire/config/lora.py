@@ -17,6 +17,7 @@ from quire.config.number_types import AtLeast1
 FORMS = 'NAME=PATH, {"name": NAME, "path": PATH}, or a dict of names and paths'
 KEYS = ("name", "path", "base_model_name", "is_3d_lora_weight")
 MAX_NAME = 256  # characters
+MEDIA = ("image", "video", "audio")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,10 +28,12 @@ class LoraConfig:
     """Serve LoRA adapters beside the model."""
     lora_modules: list[Any] = field(default_factory=list)
     """Adapters to load at the start: NAME=PATH, or JSON objects with name, path and base_model_name (for its model card)."""
+    default_mm_loras: dict[str, Any] = field(default_factory=dict)
+    """Adapters of requests that have pictures, videos or sound and name no adapter: {"audio": PATH}. Their names are image, video and audio."""
     max_loras: AtLeast1 = 1
     """Maximum different adapters in one step."""
     max_cpu_loras: AtLeast1 | None = None
-    """Maximum loaded adapters; the least recently used is dropped, and read again when it is needed; unset: max_loras, or the number of lora_modules if that is more."""
+    """Maximum loaded adapters; the least recently used is dropped, and read again when it is needed; unset: max_loras, or the number of lora_modules and default_mm_loras if that is more."""
     max_lora_rank: Annotated[int, Meta(ge=1, le=512)] = 16
     """Maximum rank of an adapter; memory is taken for the rank that it has."""
     lora_dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
@@ -47,7 +50,13 @@ class LoraConfig:
     @property
     def capacity(self) -> int:
         """Maximum loaded adapters."""
-        return self.max_cpu_loras or max(self.max_loras, len(self.lora_modules))
+        return self.max_cpu_loras or max(self.max_loras, len(self.adapters))
+
+    @property
+    def adapters(self) -> list[dict[str, Any]]:
+        """All that are loaded at the start, as objects with name, path and base_model_name."""
+        own = ({"name": kind, "path": path} for kind, path in self.default_mm_loras.items())
+        return [*self.lora_modules, *map(_of_object, own)]
 
 
 def lora_modules(value: Any) -> list[dict[str, Any]]:
@@ -63,6 +72,18 @@ def lora_modules(value: Any) -> list[dict[str, Any]]:
         if names.count(name) > 1:
             raise ValueError(f"the name {name!r} is given twice; give each adapter its own name")
     return found
+
+
+def adapters_by_kind(value: Any) -> dict[str, str]:
+    """`default_mm_loras`, from JSON or a dict. Raises ValueError: another form, or another kind."""
+    value = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(value, Mapping) or not all(
+        kind in MEDIA and isinstance(path, str) and path for kind, path in value.items()
+    ):
+        raise ValueError(
+            f'must be a JSON object of {", ".join(MEDIA)} and paths, such as {{"audio": PATH}}'
+        )
+    return dict(value)
 
 
 def check_name(name: Any) -> None:

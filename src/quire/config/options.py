@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import msgspec
 
 from quire.config.engine import EngineConfig
-from quire.config.lora import lora_modules
+from quire.config.lora import adapters_by_kind, lora_modules
 from quire.config.media import media_limits, media_reading
 from quire.config.nearest_name import choose_from
 from quire.config.number_types import AtLeast1, in_words
@@ -172,6 +172,8 @@ def _coerce(option: Option, value: Any) -> Any:
             )
             if option.type != list[AtLeast1]:
                 return value
+        case "json" if option.name == "default_mm_loras":
+            return adapters_by_kind(value)
         case "json" if option.name == "limit_mm_per_prompt":
             return media_limits(value)
         case "json" if option.name == "media_io_kwargs":

@@ -110,7 +110,12 @@ def for_recording(payload: bytes) -> bytes:
         "model": {name: model[name] for name in RecordedModel.__struct_fields__},
         **{name: config[name] for name in ("cache", "scheduler", "structured")},
         "parallel": {name: config["parallel"][name] for name in PARALLEL},
-        "lora": {**config["lora"], "lora_modules": [], "allowed_lora_paths": []},
+        "lora": {
+            **config["lora"],
+            "lora_modules": [],
+            "default_mm_loras": {},
+            "allowed_lora_paths": [],
+        },
     }
     return msgspec.json.format(msgspec.json.encode(found))
 

@@ -50,21 +50,29 @@ def check_options(config: EngineConfig) -> None:
         )
     reasoning_marks(config.server.reasoning_config)
     profiler_options(config.observe.profiler_config)
-    _check_lora(config)
+    check_lora(config)
     check_data_parallel(config.parallel, config.server)
     eplb_options(config.parallel)
 
 
-def _check_lora(config: EngineConfig) -> None:
+def check_lora(config: EngineConfig) -> None:
+    """Raises ConfigError: settings of adapters that contradict each other."""
     lora, names = config.lora, config.model.served_names
-    if lora.lora_modules and not lora.enable_lora:
-        raise ConfigError("lora_modules names adapters, but enable_lora is off; add --enable-lora")
+    if lora.adapters and not lora.enable_lora:
+        what = "lora_modules" if lora.lora_modules else "default_mm_loras"
+        raise ConfigError(f"{what} names adapters, but enable_lora is off; add --enable-lora")
     if lora.capacity < lora.max_loras:
         raise ConfigError(
             f"max_cpu_loras={lora.max_cpu_loras} is less than max_loras={lora.max_loras}, but the adapters of a step are"
             f" all loaded; use --max-cpu-loras {lora.max_loras} or more"
         )
+    kinds = set(lora.default_mm_loras)
     for one in lora.lora_modules:
+        if one["name"] in kinds:
+            raise ConfigError(
+                f"lora_modules: {one['name']!r} is the name of an adapter of default_mm_loras; give this one another name"
+            )
+    for one in lora.adapters:
         if one["name"] in names:
             raise ConfigError(
                 f"lora_modules: {one['name']!r} is a name of the model; give the adapter another name"

@@ -22,6 +22,7 @@ LOCAL = {
     *("model", "tokenizer", "hf_token", "served_model_name", "chat_template", "generation_config"),
     *(
         "lora_modules",
+        "default_mm_loras",
         "allowed_lora_paths",
         "allow_lora_from_hub",
         "kv_disk_dir",

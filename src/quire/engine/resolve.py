@@ -17,6 +17,7 @@ from quire.models.checkpoint_files import stored_tensors
 from quire.models.checkpoint_locator import Fetch, find, locate_tokenizer
 from quire.models.draft_model import with_drafter, with_verifier
 from quire.models.hf_config import read_config
+from quire.models.own_adapter import with_own_adapter
 from quire.models.pooling.detect import adapted, base_architecture, read_pooling
 from quire.platforms.detect import facts
 from quire.plugins import load_plugins
@@ -55,6 +56,6 @@ def resolve_without_weights(config: EngineConfig) -> tuple[Resolved, Fetch]:
     hf_config = adapted(hf_config, pooling)
     base = "" if pooling is None else base_architecture(str(hf_config["architectures"][0]))
     resolved = resolve(config, path, hf_config, facts(), pooling=pooling, architecture=base)
-    resolved = replace(resolved, tokenizer_path=tokenizer)
+    resolved = with_own_adapter(replace(resolved, tokenizer_path=tokenizer))
     resolved, fetch_drafter = with_drafter(resolved, options)
     return resolved, lambda: (fetch(), fetch_drafter())

@@ -44,9 +44,9 @@ def check_chat_template(resolved: Resolved) -> None:
 
 
 def check_adapters(resolved: Resolved) -> None:
-    """Raises ModelNotFound: one of `lora_modules` is not there."""
+    """Raises ModelNotFound: an adapter of the configuration is not there."""
     config = resolved.config
-    for one in config.lora.lora_modules:
+    for one in config.lora.adapters:
         find_adapter(one["path"], config.load, config.model.hf_token)
 
 

@@ -17,11 +17,13 @@ from quire.config.engine import Resolved
 from quire.models.json_files import read_object
 from quire.models.registry import FAMILIES
 from quire.models.wrapper_config import language_config, why_no_towers, wrapper_config
+from quire.protocol.media import AUDIO
 from quire.protocol.tensor_data import ITEMSIZE
 
 FAMILY: dict[str, dict[str, Any]] = FAMILIES["audio"]
 REFUSED: dict[str, str] = FAMILIES["audio_refused"]
 TOWERS = ("audio_config", "encoder_config")
+ADAPTER_CONFIG = "adapter_config.json"
 TOKENS = ("audio_token_id", "audio_token_index")
 STATES_A_SECOND = 50
 WINDOW_S = 30
@@ -76,16 +78,28 @@ def why_no_audio(resolved: Resolved) -> str:
     """Why this server's model hears no sound in prompts, as a sentence with the remedy; empty: it does."""
     config = wrapper_config(resolved)
     kind = str(config.get("model_type", ""))
-    unless = FAMILY.get(kind, {}).get("unless")
-    if (kind not in FAMILY or (unless and config.get(unless, True))) and (why := REFUSED.get(kind)):
-        return f"sound for {kind} is not supported: {why}; send text"
+    if why := REFUSED.get(kind):
+        return f"sound for {kind} is not supported: {why}; send text, or serve a model that hears ({', '.join(FAMILY)})"
     if _tower(config) is None or kind not in FAMILY:
         return f"this model takes no sound in prompts: send text, or serve a model that hears ({', '.join(FAMILY)})"
     if not resolved.config.media.max_sounds:
         return (
             "this server takes no sound (--limit-mm-per-prompt or --language-model-only): send text"
         )
+    needs_adapter = has_own_adapter(resolved) and AUDIO not in resolved.config.lora.default_mm_loras
+    if needs_adapter and not (Path(resolved.path) / ADAPTER_CONFIG).is_file():
+        return (
+            f"this model hears with a LoRA adapter, and the checkpoint has no {ADAPTER_CONFIG}: download it again, or name"
+            " the adapter (--enable-lora --default-mm-loras '{\"audio\": PATH}')"
+        )
     return why_no_towers(resolved, "sound files")
+
+
+def has_own_adapter(resolved: Resolved) -> bool:
+    """Whether config.json says that a LoRA adapter of the checkpoint is active beside sound."""
+    config = wrapper_config(resolved)
+    key = FAMILY.get(str(config.get("model_type", "")), {}).get("adapter")
+    return key is not None and bool(config.get(key, True))
 
 
 def _tower(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

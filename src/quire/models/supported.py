@@ -14,7 +14,7 @@ from typing import Any
 from quire.config.engine import Resolved
 from quire.errors import ConfigError, Unsupported
 from quire.models.pooling.detect import check_pooling
-from quire.models.registry import choose_impl
+from quire.models.registry import FAMILIES, choose_impl
 from quire.models.transformers.modes import (
     PER_REQUEST,
     check_own_cache,
@@ -22,7 +22,9 @@ from quire.models.transformers.modes import (
     check_weights,
     choose_mode,
 )
+from quire.models.wrapper_config import wrapper_config
 
+REFUSED: dict[str, tuple[str, str]] = FAMILIES["refused"]
 TASKS = {
     "ForSequenceClassification": "classify",
     "ForTokenClassification": "token_classify",
@@ -43,6 +45,10 @@ def check_model(resolved: Resolved) -> None:
         Unsupported: the model generates no text, or a setting does not fit the Transformers backend.
     """
     config, name, options = resolved.hf_config, resolved.architecture, resolved.config.model
+    kind = str(wrapper_config(resolved).get("model_type"))
+    if kind in REFUSED:
+        why, remedy = REFUSED[kind]
+        raise Unsupported(f"{kind} ({why})", remedy)
     if resolved.pooling is not None:
         check_pooling(resolved.pooling, name)
     if choose_impl(name, config, options.model_impl)[0] == "native":

@@ -35,16 +35,14 @@ def registry_of(engine: EngineParts, slots: int) -> LoraRegistry:
 
 def load_configured(registry: LoraRegistry, config: EngineConfig) -> None:
     """Load the adapters of the configuration, before any request comes. Raises ConfigError: one cannot be served."""
-    for one in config.lora.lora_modules:
+    for one in config.lora.adapters:
         name, path = one["name"], find_adapter(one["path"], config.load, config.model.hf_token)
         try:
             while registry.load(name, name, path, False, one["base_model_name"]) is None:
                 time.sleep(LOOK_AGAIN_S)
                 registry.poll()
         except ValidationError as error:
-            raise ConfigError(
-                f"lora_modules: the adapter {name!r} cannot be loaded: {error}"
-            ) from None
+            raise ConfigError(f"the adapter {name!r} in {path} cannot be loaded: {error}") from None
 
 
 def control_calls(core: EngineCore, registry: LoraRegistry) -> dict[str, Callable[..., Any]]:

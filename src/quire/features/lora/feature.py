@@ -41,7 +41,7 @@ class LoraFeature(Feature):
 
         options = self.resolved.config.lora
         self.registry = registry = control.registry_of(engine, options.capacity)
-        gate = LoraGate(registry, options.max_loras)
+        gate = LoraGate(registry, options.max_loras, options.default_mm_loras)
         engine.gates.append(gate)
         engine.labels |= gate.labels()
         engine.calls |= control.control_calls(engine.core, registry)

@@ -22,13 +22,18 @@ PATIENCE = 16
 
 
 class LoraGate(Gate):
-    """Plug it into the scheduler; `max_loras`: the most different adapters of running requests."""
+    """Plug it into the scheduler.
+
+    Args:
+        max_loras: the most different adapters of running requests.
+        kinds: of media; a request that has such items and names no adapter gets the adapter with the name of the kind.
+    """
 
     name = NAME
     order = 20
 
-    def __init__(self, registry: LoraRegistry, max_loras: int):
-        self.registry, self.max_loras = registry, max_loras
+    def __init__(self, registry: LoraRegistry, max_loras: int, kinds: Collection[str] = ()):
+        self.registry, self.max_loras, self.kinds = registry, max_loras, frozenset(kinds)
         self.active: set[LoraVersion] = set()
         self._deferred: set[int] = set()  # numbers of requests that wait for room in the step
         self._passed = 0  # how many requests passed the first of them
@@ -36,13 +41,23 @@ class LoraGate(Gate):
         self._drained_from = 0  # requests from this number on wait until it has drained
 
     def receive(self, received: EngineRequest, number: int) -> EngineRequest:
-        """Replace the adapter's name by its version of now."""
-        if received.adapter is None:
+        """Replace the adapter's name, or the one that its media need, by its version of now."""
+        if (name := received.adapter or self._of_media(received)) is None:
             return received
-        if (known := self.registry.names.get(received.adapter)) is None:
-            raise ValidationError(not_loaded(received.adapter), parameter="model")
+        if (known := self.registry.names.get(name)) is None:
+            raise ValidationError(
+                not_loaded(name) if received.adapter else
+                f"the prompt has {name}, for which the LoRA adapter {name!r} is used, and that is not loaded: the operator must load it"
+                f" (/v1/load_lora_adapter)",
+                parameter="model",
+            )  # fmt: skip
         self.registry.versions[known.version].waiting[number] = received.id
         return msgspec.structs.replace(received, adapter=known.version)
+
+    def _of_media(self, received: EngineRequest) -> str | None:
+        """The adapter of the only kind of its media that has one."""
+        found = self.kinds.intersection(item.kind for item in received.media)
+        return next(iter(found)) if len(found) == 1 else None
 
     def ready(self, request: Request) -> bool:
         if (version := self._version(request)) is None:

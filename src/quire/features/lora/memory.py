@@ -38,19 +38,19 @@ LORA_B = ".lora_B.weight"
 
 
 def forecast_adapters(resolved: Resolved, layout: RankLayout, stage: int) -> MemoryLine:
-    """The memory of max_cpu_loras adapters, including lora_modules, in a rank of a stage.
+    """The memory of max_cpu_loras adapters, including the configured ones, in a rank of a stage.
 
-    Of lora_modules, each stage counts the factors for all layers.
+    Of the configured ones, each stage counts the factors for all layers.
     """
     options = resolved.config.lora
     chosen = options.lora_dtype
     item = ITEMSIZE[resolved.dtype if chosen == "auto" else chosen]
     layers = _layers(resolved, layout, stage)
     largest = _factors(resolved, layers) * options.max_lora_rank * item
-    own = [_bytes_of(resolved, one["path"], layers, largest, item) for one in options.lora_modules]
+    own = [_bytes_of(resolved, one["path"], layers, largest, item) for one in options.adapters]
     known = sorted(own, reverse=True)[: options.capacity]
     others = options.capacity - len(known)
-    parts = [f"{len(known)} of lora_modules"] * bool(known)
+    parts = [f"{len(known)} of the configuration"] * bool(known)
     parts += [f"{others} to come of max_lora_rank={options.max_lora_rank}"] * bool(others)
     return MemoryLine(
         "adapters",

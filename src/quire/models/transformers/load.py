@@ -24,6 +24,10 @@ from quire.config.engine import ModelSpec
 from quire.errors import ConfigError, Unsupported
 from quire.models.progress import LoadProgress
 
+NO_ADAPTER = {"subfolder": "no adapter"}
+"""`adapter_kwargs` of a load: Transformers looks for adapters in this folder, not beside the weights, where it would find one that is
+active only in some requests (`features/lora` serves it), and apply it to all."""
+
 # Prefixes of the language model's names in wrapper checkpoints, and in its own class.
 TEXT_NAMES = {
     r"^model\.language_model\.model\.": "model.",
@@ -160,6 +164,7 @@ def _read(
         key_mapping=renames,
         output_loading_info=True,
         local_files_only=True,
+        adapter_kwargs=NO_ADAPTER,
         use_safetensors={"safetensors": True, "pt": False}.get(spec.load.load_format),
     )
     for what, names in (

@@ -26,7 +26,7 @@ from quire.logging import get_logger
 from quire.models.checkpoint_files import tensors
 from quire.models.media import MediaModel
 from quire.models.progress import LoadProgress
-from quire.models.transformers.load import quiet, read_config
+from quire.models.transformers.load import NO_ADAPTER, quiet, read_config
 from quire.models.vision_towers.base import as_tensor
 from quire.protocol.media import TowerInput
 from quire.quantization.dequantize_layers import with_floats
@@ -153,7 +153,7 @@ class TransformersTower:
             with quiet(LoadProgress()):
                 model, info = kind.from_pretrained(
                     place, config=config, dtype=self.dtype, local_files_only=True, state_dict=floats,
-                    output_loading_info=True,
+                    output_loading_info=True, adapter_kwargs=NO_ADAPTER,
                 )  # fmt: skip
             _check(info, model, spec)
         _drop_language_model(model)
