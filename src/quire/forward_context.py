@@ -42,6 +42,7 @@ class EncoderStates:
     lengths: list[int]  # by row of the batch
     new_rows: list[int]  # indices in B of the rows whose keys and values this step writes
     states_SD: Tensor | None = None  # of these, one row after the other; a hook sets it
+    adapters_S: Tensor | None = None  # of these; None: as `ADAPTERS` of the batch, none
 
 
 class SeenSpan(NamedTuple):
@@ -162,6 +163,7 @@ class _Thread(threading.local):
     """Per thread, because two engines in one process may run at once."""
 
     batch: ForwardBatch | None = None
+    adapters: Tensor | int | None = None  # where the batch does not say them
 
 
 _running = _Thread()
@@ -197,7 +199,28 @@ def current_batch() -> ForwardBatch:
     return batch
 
 
-def current_adapters() -> Tensor | None:
-    """numbers_T: the adapters of the tokens that the running forward pass computes; None: no token has one."""
+@contextmanager
+def adapter_context(adapters: Tensor | int | None) -> Iterator[None]:
+    """Modules apply these adapters, in the place of the batch's: one number for all that they compute, or a number for each token.
+    For encoders, which compute other tokens than the batch has. None: the batch's."""
+    outer, _running.adapters = _running.adapters, adapters
+    try:
+        yield
+    finally:
+        _running.adapters = outer
+
+
+def current_adapters(x_T: Tensor) -> Tensor | None:
+    """numbers_T: the adapters of the tokens that the running forward pass computes; None: no token has one.
+
+    x_T: what a module computes, with the tokens in its first dimension.
+    """
+    adapters = _running.adapters
+    if isinstance(adapters, int):
+        import torch
+
+        return x_T.new_full(x_T.shape[:1], adapters, dtype=torch.int64)
+    if adapters is not None:
+        return adapters
     batch = _running.batch
     return None if batch is None else batch.extras.get(ADAPTERS)

@@ -42,7 +42,7 @@ OBJECTS = (
 
 # Features of later work: a value that asks for one is refused, naming it
 REFUSED = """
-enable_prompt_adapter enable_tower_connector_lora enable_moe_shared_loras enable_mixed_moe_lora_format
+enable_prompt_adapter enable_moe_shared_loras enable_mixed_moe_lora_format
 kv_transfer_config={"kv_connector":"NixlConnector"} kv_events_config={"a":1}
 kv_offloading_size=4
 io_processor_plugin=x
@@ -52,7 +52,7 @@ tool_server=demo disable_sliding_window tokens_only
 # Nothing to tune here: taken, with a warning that says why
 WARNED = """
 speculative_draft_tensor_parallel_size=1 speculative_max_model_len=9 speculative_disable_by_batch_size=3 speculative_token_tree=x
-lora_extra_vocab_size=512 specialize_active_lora max_lora_cls_labels=3
+lora_extra_vocab_size=512 specialize_active_lora max_lora_cls_labels=3 enable_tower_connector_lora
 mm_processor_cache_type=shm compilation_config={"level":3}
 optimization_level=3 performance_mode=throughput max_cudagraph_capture_size=8 cuda_graph_sizes=8
 max_seq_len_to_capture=100 use_v2_block_manager disable_async_output_proc scheduler_delay_factor=0.5 multi_step_stream_outputs

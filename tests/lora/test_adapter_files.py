@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from quire.errors import ValidationError
 from quire.features.lora import adapter_files
 from quire.features.lora.adapter_files import AdapterFiles, read_adapter
+from quire.features.lora.adapter_modules import Targets
 
 TARGETS = {f"model.layers.{i}.{name}": size for i in range(3) for name, size in SIZES.items()}
 TARGETS |= {"model.embed_tokens": (211, 64), "lm_head": (64, 211)}
@@ -27,7 +28,7 @@ Q = "model.layers.0.self_attn.q_proj"
 
 
 def read(folder: str | Path, max_rank: int = 8, chosen: tuple[str, ...] = ()) -> AdapterFiles:
-    return read_adapter(Path(folder), max_rank, TARGETS, chosen)
+    return read_adapter(Path(folder), max_rank, Targets(TARGETS), chosen)
 
 
 def test_ranks_and_scales_follow_the_patterns(tmp_path: Path) -> None:
@@ -357,7 +358,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path)
-    file, places = tmp_path / "adapter_model.safetensors", adapter_files._places
+    file, places = tmp_path / "adapter_model.safetensors", adapter_files.places_of_tensors
     whole = file.read_bytes()
     for changed in (whole[:-1], bytes(8) + whole[8:], b""):
         file.write_bytes(whole)
@@ -366,7 +367,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
             file.write_bytes(changed)
             return places(*args)
 
-        monkeypatch.setattr(adapter_files, "_places", after_the_header)
+        monkeypatch.setattr(adapter_files, "places_of_tensors", after_the_header)
         with pytest.raises(ValidationError, match="changed while it was read"):
             read(tmp_path)
 

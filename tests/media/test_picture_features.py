@@ -12,11 +12,9 @@ from test_picture_equality import COUNT, GREEDY, given, processor, prompt_of, to
 from vision_checkpoints import picture, transformers_model
 
 from quire import LoRARequest, SamplingParams
-from quire.errors import ValidationError
 
 TEXT = "see @ and @ here"
 LANGUAGE = r".*language_model.*\.(q_proj|v_proj|up_proj|down_proj)"
-TOWER = r".*(fc1|linear_1)"
 SLOW = pytest.mark.slow
 
 
@@ -47,16 +45,6 @@ def test_an_adapter_computes_what_peft_computes(kind, engine, checkpoint, tmp_pa
             (found,) = llm.generate([prompt], GREEDY, use_tqdm=False, lora_request=request)
             assert list(found.outputs[0].token_ids) == expected != plain
         assert tokens(llm, prompt)[0] == plain
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-def test_an_adapter_of_the_tower_is_refused_by_name(engine, checkpoint, tmp_path):
-    adapter(checkpoint("llava"), TOWER, tmp_path)
-    request = LoRARequest("tower", 2, str(tmp_path))
-    prompt = given("llava", TEXT, [picture(1), picture(2)])
-    words = pytest.raises(ValidationError, match="adapts the vision tower or its projector")
-    with engine("llava", enable_lora=True, max_lora_rank=8) as llm, words:
-        llm.generate([prompt], GREEDY, use_tqdm=False, lora_request=request)
 
 
 def test_structured_output_and_speculation_give_the_same_tokens(engine):

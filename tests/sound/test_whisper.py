@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,19 +72,20 @@ def request(path: str, number: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def run(one: Engine, path: str, numbers: list[int], **more: Any) -> list[list[int]]:
-    """The output tokens of these requests, together in one batch; with the end token."""
+def run(
+    one: Engine, path: str, numbers: list[int], adapters: Sequence[str | None] = (), **more: Any
+) -> list[list[int]]:
+    """The output tokens of these requests, together in one batch; with the end token. `adapters`: of each; none: without."""
     from quire.protocol.request import EngineRequest
 
     got: dict[str, list[int]] = {}
     ended: set[str] = set()
     params = SamplingParams(temperature=0.0, max_tokens=COUNT, eos_token_ids=[whisper.END], seed=0)
-    for number in numbers:
+    for number, adapter in zip(numbers, adapters or [None] * len(numbers), strict=True):
         id = str(next(one.numbers))
         got[id] = []
-        one.client.submit(
-            EngineRequest(id, prompt_of(number), params, **request(path, number, **more))
-        )
+        given = request(path, number, **more)
+        one.client.submit(EngineRequest(id, prompt_of(number), params, adapter=adapter, **given))
     while len(ended) < len(got):
         for output in one.client.outputs():
             assert output.finish != "error", output.error
@@ -167,6 +170,34 @@ def test_a_forced_prefix_is_the_same_as_one_in_the_prompt(
             (found,) = run(one, path, [number], prefix=[[token] for token in forced])
             assert found == [*forced, *expected[number]][:COUNT]
             assert found[: len(forced)] == forced
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_adapters_of_encoder_and_decoder(path: str, expected: list[list[int]], tmp_path: Path) -> None:  # fmt: skip
+    """Two and the base in one batch give the tokens of PEFT, and alone the same, with states in the cache and without."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, lora_alpha=4, target_modules=["q_proj", "k_proj", "v_proj", "fc1", "fc2"], init_lora_weights=False)  # fmt: skip
+    wanted = {None: expected[:3]}
+    for seed, name in enumerate("ab"):
+        torch.manual_seed(seed)
+        tuned = peft.get_peft_model(copy.deepcopy(whisper.model(path)), config)
+        tuned.save_pretrained(tmp_path / name)
+        merged = str(tmp_path / f"{name} merged")
+        tuned.merge_and_unload().save_pretrained(merged)
+        wanted[name] = [whisper.greedy(merged, mel_of(path, n), prompt_of(n), COUNT, TIMED[n]) for n in range(3)]  # fmt: skip
+    assert len({str(tokens) for tokens in wanted.values()}) == 3
+    with whisper_engine(path, enable_lora=True, max_loras=2, max_num_seqs=9) as one:
+        for name in "ab":
+            one.client.call("load_lora", name, str(tmp_path / name))
+        given = [(number, name) for number in range(3) for name in wanted]
+        for order in (given, given[::-1]):
+            numbers, names = zip(*order, strict=True)
+            found = run(one, path, list(numbers), names)
+            assert found == [wanted[name][number] for number, name in order]
+        assert one.client.core.counts["encoder_passes"] == len(given)
+        for number, name in given:
+            one.client.call("reset_encoder_cache")
+            assert run(one, path, [number], [name]) == [wanted[name][number]]
 
 
 @pytest.mark.skipif(best() is None, reason="needs the CPU kernels")

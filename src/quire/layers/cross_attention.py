@@ -56,6 +56,10 @@ class CrossAttention(Attention):
             )
         return states_SD
 
+    def adapters_of_states(self) -> Tensor | None:
+        """numbers_S of `new_states()`; None: no row has an adapter."""
+        return _encoder(current_batch()).adapters_S
+
     def step_metadata(self) -> Any:
         """As `Attention.step_metadata`, of the rows' encoder states."""
         if self.backend is None:

@@ -52,7 +52,7 @@ class Embedding(Layer):
 
     def forward(self, ids_T: Tensor) -> Tensor:
         x_TD = self._rows(ids_T) if self.ranks is None else self._rows_of_ranks(ids_T)
-        if self.lora is not None and (numbers_T := current_adapters()) is not None:
+        if self.lora is not None and (numbers_T := current_adapters(ids_T)) is not None:
             x_TD = lora_lookup(ids_T, x_TD, numbers_T, self.lora)
         return x_TD if self.scale is None else x_TD * x_TD.new_tensor(self.scale)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from quire.errors import ValidationError
 from quire.forward_context import ADAPTERS, ForwardBatch
@@ -66,7 +67,8 @@ class Place(NamedTuple):
     """Where a module of a checkpoint is in a model: outputs [start, start + outs) of a weight.
 
     `rows`: gives the weight's rows [first, last) as floats [O, I]; None: of a table. `shares`: of the module's outputs, this
-    rank has these parts, one after the other; none: all.
+    rank has these parts, one after the other; none: all. `stored`: (inputs, outputs) of the module in checkpoints, where they
+    are fewer: the weight ends with zeros.
     """
 
     target: Target
@@ -74,6 +76,12 @@ class Place(NamedTuple):
     outs: int
     rows: Callable[[int, int], Tensor] | None
     shares: tuple[OutputSlice, ...] = ()
+    stored: tuple[int, int] | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """(inputs, outputs) of the module in checkpoints; of an embedding, words and features."""
+        return self.stored or (self.target.num_in, self.all_outs)
 
     @property
     def all_outs(self) -> int:
@@ -81,15 +89,20 @@ class Place(NamedTuple):
         return sum(share.total for share in self.shares) or self.outs
 
     def own(self, weights: LoraWeights) -> LoraWeights:
-        """What this rank has of a module's weights: every rank multiplies all inputs by A."""
+        """What this rank has of a module's weights, with the zeros at their ends: every rank multiplies all inputs by A."""
 
         def cut(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else own_part(tensor, self.shares)
+            if tensor is None:
+                return None
+            more = (0, 0) * (tensor.dim() - 1) + (0, self.all_outs - len(tensor))
+            return own_part(F.pad(tensor, more) if more[-1] else tensor, self.shares)
 
-        if not self.shares:
+        if not self.shares and self.stored is None:
             return weights
+        a_RI = weights.a_RI
         return replace(
             weights,
+            a_RI=None if a_RI is None else F.pad(a_RI, (0, self.target.num_in - a_RI.shape[1])),
             b_OR=cut(weights.b_OR),
             bias_O=cut(weights.bias_O),
             base_bias_O=cut(weights.base_bias_O),
@@ -120,8 +133,40 @@ def places_of(model: nn.Module) -> dict[str, Place]:
 
 def lora_targets(model: Any) -> dict[str, tuple[int, int]]:
     """By module name in checkpoints, inputs and outputs of what adapters may change; of an embedding, words and features."""
-    places: Mapping[str, Place] = model.adapter_places()
-    return {name: (place.target.num_in, place.all_outs) for name, place in places.items()}
+    return {name: place.sizes for name, place in all_places(model).items()}
+
+
+class AdaptedEncoder(Protocol):
+    """Encodes pictures or sound for a model, beside it; adapters may change it."""
+
+    def adapter_places(self) -> Mapping[str, Place]:
+        """As of a model, by names of its own."""
+        ...
+
+    def adapter_name(self, module: str) -> str | None:
+        """What `adapter_places` would call a module that checkpoints call `module`; "": it is not the encoder's; None: it is of a
+        layer that the encoder leaves out."""
+        ...
+
+
+OF_ENCODER = "~"
+"""Begins the names of places of encoders, which are the last in an ordered list."""
+
+
+def all_places(model: Any) -> dict[str, Place]:
+    """The places of a model and of its encoders."""
+    found = dict(model.adapter_places())
+    for encoder in model.encoders:
+        found |= {OF_ENCODER + name: place for name, place in encoder.adapter_places().items()}
+    return found
+
+
+def encoder_place(model: Any, module: str) -> str | None:
+    """What `all_places` would call a module of an encoder that checkpoints call `module`; "", None: as `AdaptedEncoder.adapter_name`."""
+    names = [encoder.adapter_name(module) for encoder in model.encoders]
+    if None in names:
+        return None
+    return next((OF_ENCODER + name for name in names if name), "")
 
 
 def _rows_of(ref: WeightRef) -> Callable[[int, int], Tensor]:
@@ -161,7 +206,7 @@ class AdapterTable:
     """
 
     def __init__(self, model: Any, capacity: int, max_rows: int, max_rank: int = 64):
-        self.places: Mapping[str, Place] = model.adapter_places()
+        self.places: Mapping[str, Place] = all_places(model)
         self.dtype, self.device = model.dtype, accelerator_of(model)
         if self.device is not None:  # a table of embeddings is looked up on the host's word
             self.places = {n: place for n, place in self.places.items() if place.rows is not None}
@@ -213,7 +258,18 @@ class AdapterTable:
             return
         numbers_T = np.full(len(batch.token_ids_T), -1, np.int64)
         numbers_T[: batch.num_tokens] = np.repeat(numbers_B, batch.query_lens)
-        batch.extras[ADAPTERS] = torch.from_numpy(numbers_T).to(batch.token_ids_T.device)
+        device, encoder = batch.token_ids_T.device, batch.encoder
+        batch.extras[ADAPTERS] = torch.from_numpy(numbers_T).to(device)
+        if encoder is not None:
+            lengths = np.asarray(encoder.lengths)[encoder.new_rows]
+            numbers_S = np.repeat(numbers_B[encoder.new_rows], lengths)
+            encoder.adapters_S = torch.from_numpy(numbers_S).to(device)
+
+    def number_for_encoders(self, row: int) -> int:
+        """The number of the row's adapter, if it changes encoders; else -1."""
+        number = int(self.number_of_row[row])
+        weights = self.loaded[number] if number >= 0 else None
+        return number if weights is not None and weights.changes_encoders else -1
 
     def accepts_fast_step(self, plan: StepPlan) -> bool:
         """Whether the fast path can apply the adapters of all rows."""
@@ -233,6 +289,7 @@ class AdapterWeights:
         rank: the largest of its modules.
         num_bytes: of its tensors in memory.
         fits_fast_step: whether the fast path can apply it.
+        changes_encoders: whether it has weights for the model's encoders.
     """
 
     def __init__(
@@ -255,7 +312,9 @@ class AdapterWeights:
         ranks = [len(each.a_RI) for each in modules.values() if each.a_RI is not None]
         self.rank = max(ranks, default=0)
         self.num_bytes = sum(t.nbytes for _, each in self.factors for t in each.tensors())
-        self.fits_fast_step = all(places[name].rows is not None for name in modules)
+        of_model = [name for name in modules if not name.startswith(OF_ENCODER)]
+        self.fits_fast_step = all(places[name].rows is not None for name in of_model)
+        self.changes_encoders = len(of_model) < len(modules)
 
 
 def _check(name: str, place: Place, weights: LoraWeights) -> None:
@@ -266,7 +325,7 @@ def _check(name: str, place: Place, weights: LoraWeights) -> None:
         raise ValidationError(
             f"the adapter's factors of {name} do not fit: it is {kind} in the model"
         )
-    num_in, outs = place.target.num_in, place.all_outs
+    num_in, outs = place.sizes
     a_RI, b_OR = weights.a_RI, weights.b_OR
     if is_table and (weights.magnitude_O is not None or a_RI is None):
         raise ValidationError(
@@ -295,7 +354,10 @@ def _factors(group: list[tuple[str, Place, LoraWeights]], dtype: torch.dtype) ->
         here = slice(place.start, place.start + place.outs)
         parts.append(NewPart(place.start, place.outs, each.scale, each.a_RI, each.b_OR))
         if each.magnitude_O is not None:
-            gain_O[here] = each.magnitude_O.float() / _row_norms(place, each)
+            norms_O = _row_norms(place, each)
+            if place.stored is not None:  # rows of zeros, whose outputs nobody reads
+                norms_O[place.stored[1] :] = 1
+            gain_O[here] = each.magnitude_O.float() / norms_O
         offset_O[here] = _offset(place, each, gain_O[here])
         if not bool((gain_O[here] + offset_O[here]).isfinite().all()):
             raise ValidationError(f"the adapter's bias or magnitude of {name} is not finite")

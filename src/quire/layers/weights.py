@@ -229,7 +229,7 @@ class WeightRef:
         return y_TW if self.output_ranks is None else self.output_ranks.gather(y_TW)
 
     def _product(self, x_TI: Tensor) -> Tensor:
-        if self.lora is not None and (numbers_T := current_adapters()) is not None:
+        if self.lora is not None and (numbers_T := current_adapters(x_TI)) is not None:
             return self._product_with_adapters(x_TI, numbers_T, self.lora)
         if self.prepared is not None:
             return self.prepared.multiply(x_TI, self.bias)

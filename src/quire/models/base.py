@@ -18,7 +18,7 @@ from quire.errors import Unsupported
 from quire.layers.attention import Attention
 from quire.layers.decoder import Decoder, ModelParts
 from quire.layers.embedding import Embedding, Head
-from quire.layers.lora import AdapterTable, Place, places_of
+from quire.layers.lora import AdaptedEncoder, AdapterTable, Place, places_of
 from quire.layers.native_parts import replaces
 from quire.layers.norm import Norm, RMSNorm
 from quire.layers.state import StateLayer
@@ -39,6 +39,8 @@ class LanguageModel(nn.Module):
     """Whether its steps may be captured in graphs."""
     adapters: AdapterTable | None = None
     """The loaded LoRA adapters; None: the server takes none."""
+    encoders: Sequence[AdaptedEncoder] = ()
+    """What encodes pictures and sound for it, beside it, and takes adapters."""
     movable = True
     """Whether its weights may be moved to another device and back."""
 

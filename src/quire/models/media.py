@@ -28,6 +28,11 @@ class MediaModel:
         return self.towers[0].architecture
 
     @property
+    def native(self) -> bool:
+        """Quire computes the towers (`vision_towers/`); else Transformers."""
+        return self.audio is None and self.vision is not None and self.vision.native
+
+    @property
     def width(self) -> int:
         """Features of a row."""
         return self.towers[0].width

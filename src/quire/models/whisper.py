@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quire.forward_context import forward_context, packed_batch
+from quire.forward_context import adapter_context, forward_context, packed_batch
 from quire.layers.cross_attention import CrossAttention
 from quire.layers.decoder import Decoder
 from quire.layers.decoder_layer import DecoderLayer, SelfAttention, normed_sum
@@ -126,7 +126,8 @@ class EncoderAttention(nn.Module):
         q_THD = self.q(x_TD).unflatten(-1, (self.heads, -1))
         k_SKD = v_SKD = None
         if (states_SD := self.attn.new_states()) is not None:
-            both = self.kv(states_SD).unflatten(-1, (2, self.heads, -1))
+            with adapter_context(self.attn.adapters_of_states()):
+                both = self.kv(states_SD).unflatten(-1, (2, self.heads, -1))
             k_SKD, v_SKD = both.unbind(1)
         if self.recorder is not None:
             self.recorder.record(q_THD, k_SKD)

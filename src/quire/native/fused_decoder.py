@@ -83,7 +83,7 @@ class ForwardPass:
         self, groups: Mapping[StepGroup, Attention], positions: Tensor, rotary: LayerRotaries
     ):
         self.positions, self.rotary = positions, rotary
-        numbers_T = current_adapters()
+        numbers_T = current_adapters(positions)
         self.references: list[Any] = [numbers_T]
         self.adapters = None if numbers_T is None else numbers_T.data_ptr()
         self.steps = (_P * len(groups))(*(self._step(*group) for group in groups.items()))

@@ -87,7 +87,7 @@ class KernelEncoder:
 
     def run(self, x_TD: Tensor, positions_T: Tensor) -> Tensor:
         """As `EncoderStack.stack`; may overwrite x."""
-        if current_adapters() is not None or x_TD.dtype != torch.bfloat16:
+        if current_adapters(x_TD) is not None or x_TD.dtype != torch.bfloat16:
             return self.encoder.stack(x_TD, positions_T)
         starts = [current_batch().starts_of(run).int().contiguous() for run in self.runs]
         addresses = (_P * len(starts))(*(each.data_ptr() for each in starts))

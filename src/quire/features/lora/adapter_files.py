@@ -1,15 +1,12 @@
-"""The files of an adapter, as PEFT writes them: which tensor is which factor of which module.
+"""The files of an adapter, as PEFT writes them.
 
-Knows names and shapes; all of them are checked before any data is read. Does not know the model but as names and shapes of its
-modules. Source: huggingface/peft, utils/save_and_load.py.
+Knows formats of files. Which tensor is which factor of which module is in `adapter_modules.py`.
 """
 
 from __future__ import annotations
 
 import io
-import math
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from mmap import mmap
@@ -17,8 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import ConfigError, ValidationError
+from quire.features.lora.adapter_modules import (
+    Shapes,
+    Targets,
+    places_of_tensors,
+    tensors_by_module,
+)
 from quire.features.lora.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES, PeftConfig, read_config
-from quire.features.lora.value_limits import check_change, check_values
 from quire.logging import get_logger
 from quire.models.safetensors_header import header
 
@@ -30,25 +32,9 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 MAX_HEADER_BYTES = 16 << 20
-PREFIX = "base_model.model."
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-PARTS = {
-    ".lora_A.weight": "a",
-    ".lora_B.weight": "b",
-    ".lora_B.bias": "bias",
-    ".lora_embedding_A": "embedding_a",
-    ".lora_embedding_B": "embedding_b",
-    ".lora_magnitude_vector": "magnitude",
-    ".lora_magnitude_vector.weight": "magnitude",  # older versions of PEFT
-}
-"""End of a tensor's name -> what it is."""
-FACTORS = ("a", "b", "embedding_a", "embedding_b")
-
 Header = dict[str, dict[str, Any]]
-Shapes = Mapping[str, tuple[int, ...]]
-Targets = Mapping[str, tuple[int, int]]
-"""Module -> (inputs, outputs)."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +99,7 @@ def read_adapter(
         if file.suffix == ".safetensors":
             found, start = _checked_header(file)
             shapes: Shapes = {name: tuple(each["shape"]) for name, each in found.items()}
-            places, names = _places(file, shapes, config, max_rank, targets, chosen)
+            places, names = places_of_tensors(file, shapes, config, max_rank, targets, chosen)
             data, stored = _read_used(file, {name: found[name] for name in places}, start)
             content.update(start)
         else:
@@ -121,7 +107,7 @@ def read_adapter(
             data = _read_bytes(file)
             stored = _from_pickle(bytes(data), file)
             shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
-            places, names = _places(file, shapes, config, max_rank, targets, chosen)
+            places, names = places_of_tensors(file, shapes, config, max_rank, targets, chosen)
     except (ConfigError, ValidationError, OSError) as error:
         reason = str(error)
         raise ValidationError(reason if str(folder) in reason else f"{file}: {reason}") from None
@@ -131,7 +117,7 @@ def read_adapter(
         )
     content.update(data)
     try:
-        tensors_of = _tensors(stored, places, config)
+        tensors_of = tensors_by_module(stored, places, config)
     except (ConfigError, ValidationError) as error:
         raise ValidationError(f"{file}: {error}") from None
     return AdapterFiles(content.hexdigest(), config, tensors_of, names)
@@ -200,7 +186,7 @@ def _read_used(file: Path, used: Header, start: bytes) -> tuple[memoryview, dict
 
 def _check_size(file: Path, max_rank: int, targets: Targets) -> None:
     """Raises ValidationError: a pickle that is larger than any adapter of this rank."""
-    most = sum((ins + outs) * max_rank + 2 * outs for ins, outs in targets.values()) * 4
+    most = sum((ins + outs) * max_rank + 2 * outs for ins, outs in targets.sizes.values()) * 4
     if (size := file.stat().st_size) > most + (16 << 20):
         raise ValidationError(
             f"{file} has {size} bytes, more than an adapter of rank {max_rank} can have: raise max_lora_rank,"
@@ -252,168 +238,3 @@ def _from_pickle(data: bytes, file: Path) -> dict[str, Tensor]:
                 f"{file}: {name!a:.200} has more elements than the file stores; {remedy}"
             )
     return state
-
-
-INSIDE_WRAPPER = "language_model."
-"""What the names of a language model inside a vision-language model have more."""
-OF_TOWER = re.compile(r"(^|\.)(vision|visual|multi_modal|connector|embed_vision|mm_)")
-
-# -- names and shapes -------------------------------------------------------------------------------
-Places = dict[str, tuple[str, str]]
-"""Name of a tensor -> (module, part)."""
-
-
-def _places(
-    file: Path,
-    shapes: Shapes,
-    config: PeftConfig,
-    max_rank: int,
-    targets: Targets,
-    chosen: Sequence[str],
-) -> tuple[Places, dict[str, str]]:
-    """Which tensor is which, and the module in the model of each module of the file. Tensors that are not part of the
-    adapter are left out."""
-    places: Places = {}
-    modules: dict[str, dict[str, tuple[int, ...]]] = {}
-    whole: dict[str, int] = {}
-    for name, shape in shapes.items():
-        module, part = _place(name, config)
-        if part == "whole":
-            whole[module] = math.prod(shape)
-        if part in ("whole", "base_layer") or (chosen and module.rpartition(".")[2] not in chosen):
-            continue
-        if part in modules.setdefault(module, {}):
-            raise ValidationError(f"{file}: {module!a:.200} has two tensors {part}; save the adapter again")  # fmt: skip
-        modules[module][part], places[name] = shape, (module, part)
-    if whole:
-        size = 2 * sum(whole.values()) / 1e6
-        raise ValidationError(
-            f"{file} replaces whole modules (modules_to_save): {_listed(whole)}; they would take {size:.0f} MB in each adapter."
-            " Train these modules with LoRA (target_modules), or merge the adapter into its base model"
-        )
-    if not modules:
-        of = f" for {_listed(chosen)} (lora_target_modules)" if chosen else ""
-        raise ValidationError(f"{file} has no LoRA tensors{of}")
-    names = _names(modules, targets)
-    if strange := [module for module in modules if module not in names]:
-        if tower := [module for module in strange if OF_TOWER.search(module)]:
-            raise ValidationError(
-                f"{file} adapts the vision tower or its projector, which cannot be adapted: {_listed(tower)}; train the language model"
-                " only (target_modules, exclude_modules), or merge the adapter into its base model"
-            )
-        raise ValidationError(
-            f"{file} adapts modules that the model does not have, or that cannot be adapted: {_listed(strange)};"
-            f" the model has {_listed(targets)}"
-        )
-    for module, parts in modules.items():
-        _check_module(module, parts, config, max_rank, targets[names[module]])
-    return places, names
-
-
-def _names(modules: Iterable[str], targets: Targets) -> dict[str, str]:
-    """Module of the file -> module of the model, for those that the model has. An adapter that was trained on the model
-    without its head, or with a head, has one component less or more before its names; one of a vision-language model names its
-    language model."""
-    before = {target.partition(".")[0] for target in targets}
-    found: dict[str, str] = {}
-    taken: set[str] = set()
-    for module in modules:
-        plain = module.replace(INSIDE_WRAPPER, "", 1)
-        others = (
-            module,
-            plain,
-            module.partition(".")[2],
-            *(f"{first}.{module}" for first in before),
-        )
-        name = next((other for other in others if other in targets), None)
-        if name is not None and name not in taken:
-            found[module] = name
-            taken.add(name)
-    return found
-
-
-def _place(name: str, config: PeftConfig) -> tuple[str, str]:
-    """(module, part) of a tensor. Raises ValidationError: no tensor of an adapter has such a name."""
-    module = name.removeprefix(PREFIX)
-    for end, part in PARTS.items():
-        if module.endswith(end):
-            module = module.removesuffix(end)
-            if "experts" in module.split(".")[-2:] and (
-                module.endswith((".experts", ".base_layer"))
-            ):
-                raise ValidationError(
-                    f"{name!a:.200} adapts experts in 3 dimensions (target_parameters), which cannot be served: use"
-                    " target_modules, or merge the adapter into its base model"
-                )
-            return module, part
-    if module.endswith(".base_layer.weight"):
-        return module.removesuffix(".base_layer.weight"), "base_layer"
-    if module.endswith((".bias", ".base_layer.bias")) and config.bias != "none":
-        return module.removesuffix(".bias").removesuffix(".base_layer"), "base_bias"
-    if module.endswith((".weight", ".bias")) and "lora_" not in module:
-        return module.rpartition(".")[0], "whole"
-    raise ValidationError(
-        f"{name!a:.200} is no tensor of a LoRA adapter that can be served; save it with PEFT"
-    )
-
-
-def _check_module(
-    module: str, shapes: Shapes, config: PeftConfig, max_rank: int, sizes: tuple[int, int]
-) -> None:
-    """Raises ValidationError: the tensors of a module contradict each other, the configuration or the model."""
-    ins, outs = sizes
-    prefix = "embedding_" if "embedding_a" in shapes or "embedding_b" in shapes else ""
-    factors = [prefix + "a", prefix + "b"]
-    want: dict[str, tuple[int, ...]] = {}
-    if set(shapes) & set(PARTS.values()):
-        if missing := [part for part in factors if part not in shapes]:
-            raise ValidationError(f"{module} has no tensor {' and '.join(missing)}; save it again")
-        rank = config.rank_of(module)
-        found = shapes[factors[0]][0] if shapes[factors[0]] else 0
-        if found != rank:
-            raise ValidationError(
-                f"{module} has rank {found}, but {CONFIG_FILE} says {rank} (r, rank_pattern): correct the rank there"
-            )
-        if rank > max_rank:
-            raise ValidationError(
-                f"{module} has rank {rank}, more than max_lora_rank={max_rank}: set max_lora_rank={rank} or more"
-            )
-        config.scale_of(module)
-        want = {factors[0]: (rank, ins), factors[1]: (outs, rank)}
-        if config.dora and "magnitude" not in shapes:
-            raise ValidationError(f"{module} has no lora_magnitude_vector, but use_dora is true")
-    if "magnitude" in shapes and not config.dora:
-        raise ValidationError(f"{module} has a lora_magnitude_vector, but use_dora is false")
-    want |= dict.fromkeys(("bias", "base_bias", "magnitude"), (outs,))
-    for part, shape in shapes.items():
-        if part == "magnitude" and shape == (1, outs):
-            continue  # older versions of PEFT
-        if part not in want or shape != want[part]:
-            expected = f"needs {list(want[part])}" if part in want else "has no such tensor"
-            raise ValidationError(
-                f"{module}: {part} has shape {list(shape)!s:.100}, but the model {expected}: it was trained for another"
-                " base model"
-            )
-
-
-def _listed(names: Any) -> str:
-    names = sorted(names)
-    text = ", ".join(f"{name!a:.120}" for name in names[:8])
-    return text + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
-def _tensors(
-    stored: Mapping[str, Tensor], places: Places, config: PeftConfig
-) -> dict[str, dict[str, Tensor]]:
-    """By module and part. Raises ValidationError: a tensor is missing, or has values that cannot be served."""
-    found: dict[str, dict[str, Tensor]] = {}
-    for name, (module, part) in sorted(places.items()):
-        if (tensor := stored.get(name)) is None:
-            raise ValidationError("the file changed while it was read")
-        check_values(name, tensor)
-        found.setdefault(module, {})[part] = tensor.detach()
-    for module, parts in found.items():
-        factors = [tensor for part, tensor in parts.items() if part in FACTORS]
-        if factors:
-            check_change(module, factors, config.rank_of(module), config.scale_of(module))
-    return found

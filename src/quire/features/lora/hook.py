@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,10 +19,11 @@ from torch import nn
 
 from quire.config.lora import LoraConfig
 from quire.errors import QuireError
-from quire.features.lora.adapter_files import Targets, read_adapter
+from quire.features.lora.adapter_files import read_adapter
+from quire.features.lora.adapter_modules import Targets
 from quire.features.lora.gate import NAME
 from quire.forward_context import ForwardBatch
-from quire.layers.lora import AdapterTable, AdapterWeights, lora_targets
+from quire.layers.lora import AdapterTable, AdapterWeights, encoder_place, lora_targets
 from quire.logging import get_logger
 from quire.models.base import LanguageModel
 from quire.protocol.plan import EnteredRow, StepPlan
@@ -138,7 +140,7 @@ class LoraHook(Hook):
     def _in_thread(self, path: str, version: str) -> ReadAdapter:
         model, table = self._model, self.table
         chosen = self._options.lora_target_modules
-        targets = self._targets or lora_targets(model)
+        targets = self._targets or Targets(lora_targets(model), partial(encoder_place, model))
         files = read_adapter(Path(path), self._options.max_lora_rank, targets, chosen)
         if version not in ("", files.digest):
             raise QuireError(

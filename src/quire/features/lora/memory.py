@@ -11,19 +11,24 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.config.engine import Resolved
 from quire.errors import QuireError
-from quire.features.lora.adapter_files import INSIDE_WRAPPER
+from quire.features.lora.adapter_modules import INSIDE_WRAPPER, OF_TOWER, Targets
 from quire.models import registry
 from quire.models.checkpoint_files import stored_tensors
 from quire.models.checkpoint_locator import find_adapter
+from quire.models.media import media_model
 from quire.models.safetensors_header import header
+from quire.models.wrapper_config import wrapper_config
 from quire.parallel.layout import RankLayout
 from quire.protocol.tensor_data import ITEMSIZE
 from quire.worker.memory_forecast import construct_part
 from quire.worker.memory_plan import MemoryLine
+
+if TYPE_CHECKING:
+    from quire.layers.lora import Place
 
 
 class AdaptedLayer(NamedTuple):
@@ -45,7 +50,7 @@ def forecast_adapters(resolved: Resolved, layout: RankLayout, stage: int) -> Mem
     options = resolved.config.lora
     chosen = options.lora_dtype
     item = ITEMSIZE[resolved.dtype if chosen == "auto" else chosen]
-    layers = _layers(resolved, layout, stage)
+    layers = _layers(resolved, layout, stage) | _layers_of_towers(resolved)
     largest = _factors(resolved, layers) * options.max_lora_rank * item
     own = [_bytes_of(resolved, one["path"], layers, largest, item) for one in options.adapters]
     known = sorted(own, reverse=True)[: options.capacity]
@@ -60,13 +65,13 @@ def forecast_adapters(resolved: Resolved, layout: RankLayout, stage: int) -> Mem
     )
 
 
-def adapter_targets(resolved: Resolved) -> dict[str, tuple[int, int]] | None:
+def adapter_targets(resolved: Resolved) -> Targets | None:
     """What adapters of the whole model may change (`lora_targets`), where the worker's model is a stage of it; else None."""
     if resolved.config.parallel.pipeline_parallel_size == 1:
         return None
     from quire.layers.lora import lora_targets
 
-    return lora_targets(construct_part(resolved.spec))
+    return Targets(lora_targets(construct_part(resolved.spec)))
 
 
 def _bytes_of(
@@ -83,7 +88,7 @@ def _bytes_of(
     for name, tensor in tensors.items():
         count = math.prod(tensor["shape"])
         module = name.removeprefix("base_model.model.").removesuffix(LORA_B)
-        layer = layers.get(module) or layers.get(module.replace(INSIDE_WRAPPER, "", 1))
+        layer = layers.get(module) or layers.get(INSIDE_WRAPPER.sub("", module, 1))
         if name.endswith(LORA_B) and layer is not None:
             count = count * layer.own // layer.outs
         total += count * item
@@ -107,14 +112,39 @@ def _layers(resolved: Resolved, layout: RankLayout, stage: int) -> dict[str, Ada
     impl, _ = registry.choose_impl(resolved.architecture, config, resolved.config.model.model_impl)
     found: dict[str, AdaptedLayer] = {}
     if impl == "native":
-        places = construct_part(resolved.spec, layout, stage).adapter_places()
-        names = Counter(id(place.target) for place in places.values())
-        for name, place in places.items():
-            if names[id(place.target)] == 1 or place.outs < place.target.num_out:  # not fused
-                found[name] = AdaptedLayer(place.target.num_in, place.all_outs, place.outs)
-        return found
+        return _unfused(construct_part(resolved.spec, layout, stage).adapter_places())
     stored = stored_tensors(resolved.path, config, resolved.config.load.load_format)
     for name, _, shape in [] if isinstance(stored, int) else stored:
         if len(shape) == 2:
             found[name.removesuffix(".weight")] = AdaptedLayer(shape[1], shape[0], shape[0])
     return found
+
+
+def _unfused(places: Mapping[str, Place]) -> dict[str, AdaptedLayer]:
+    """The layers at these places; of one that has several parts, the parts."""
+    names = Counter(id(place.target) for place in places.values())
+    return {
+        name: AdaptedLayer(place.target.num_in, place.all_outs, place.outs)
+        for name, place in places.items()
+        if names[id(place.target)] == 1 or place.outs < place.target.num_out
+    }
+
+
+def _layers_of_towers(resolved: Resolved) -> dict[str, AdaptedLayer]:
+    """The same of the towers of pictures and sound, of which each rank has the whole."""
+    media = media_model(resolved)
+    if media is None:
+        return {}
+    if media.native:
+        import torch
+
+        from quire.models.vision_towers.load import construct_tower
+
+        dtype = getattr(torch, resolved.dtype)
+        return _unfused(construct_tower(wrapper_config(resolved), media.width, dtype).adapter_places())  # fmt: skip
+    stored = stored_tensors(resolved.path, resolved.hf_config, resolved.config.load.load_format)
+    return {
+        name.removesuffix(".weight"): AdaptedLayer(shape[1], shape[0], shape[0])
+        for name, _, shape in ([] if isinstance(stored, int) else stored)
+        if len(shape) == 2 and OF_TOWER.search(name)
+    }

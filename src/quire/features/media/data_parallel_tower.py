@@ -7,7 +7,7 @@ Shape suffixes: N rows of an item, F features of a row, L the most rows of a ran
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +17,7 @@ from quire.features.media.item_encoder import FAULTS, Tower
 from quire.protocol.media import TowerInput
 
 if TYPE_CHECKING:
+    from quire.layers.lora import Place
     from quire.parallel.ranks import RankGroup
 
 
@@ -32,6 +33,14 @@ class DataParallelTower:
     ):
         self.tower, self.ranks, self.width = tower, ranks, width
         self.dtype, self.device = dtype, device
+
+    def adapter_places(self) -> Mapping[str, Place]:
+        """See `AdaptedEncoder` (layers/lora.py)."""
+        return self.tower.adapter_places()
+
+    def adapter_name(self, module: str) -> str | None:
+        """See `AdaptedEncoder` (layers/lora.py)."""
+        return self.tower.adapter_name(module)
 
     def encode(self, items: Sequence[TowerInput]) -> list[Tensor]:
         """rows_NF of each item.

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class PlacedItem(NamedTuple):
-    """An item whose tokens are [start, end) of its row. `key`: its name in the cache."""
+    """An item whose tokens are [start, end) of its row. `key`: its digest."""
 
     key: str
     kind: str
@@ -44,10 +44,12 @@ class PlacedItem(NamedTuple):
 
 @dataclass(slots=True)
 class RowItems:
-    """The items of a row; `end`: of the last one, or of a prompt whose tokens all attend to each other. `positions_LC`: see `item_positions`; None: the model's positions are indices."""
+    """The items of a row; `end`: of the last one, or of a prompt whose tokens all attend to each other. `adapter`: the version of the
+    row's LoRA adapter. `positions_LC`: see `item_positions`; None: the model's positions are indices."""
 
     items: list[PlacedItem]
     end: int
+    adapter: str | None = None
     positions_LC: np.ndarray | None = None
 
     def parts(self, start: int, end: int) -> Iterator[tuple[PlacedItem, np.ndarray, np.ndarray]]:
@@ -68,13 +70,15 @@ class MediaHook(Hook):
     def __init__(self, rows: RequestRows, encoder: ItemEncoder, model: MediaModel):
         self.rows, self.encoder, self.model = rows, encoder, model
         self.of_row: dict[int, RowItems] = {}
-        self._is_new = True
+        self._language: LanguageModel | None = None
 
     def use_models(self, models: Sequence[LanguageModel]) -> None:
-        """After a sleep that dropped the weights, the tower is dropped, and loaded again for the next item."""
-        if not self._is_new or not isinstance(models[0], nn.Module):
-            self.encoder.drop_tower()
-        self._is_new = False
+        """The tower is loaded and dropped with the language model."""
+        self._language = models[0] if isinstance(models[0], nn.Module) else None
+        self.encoder.drop_tower()
+        if self._language is not None:
+            self.encoder.load_tower()
+            self._language.encoders = [tower] if (tower := self.encoder.tower) else []
 
     def clear_cache(self) -> bool:
         self.encoder.cache.clear()
@@ -91,7 +95,8 @@ class MediaHook(Hook):
         if not items:
             return
         is_one_span = self.model.both_ways == "prompt"
-        found = RowItems(items, new.num_prompt if is_one_span else items[-1].end)
+        end = new.num_prompt if is_one_span else items[-1].end
+        found = RowItems(items, end, new.adapter)
         if self.model.has_grid:
             places = [(one.start, one.item) for one in items]
             found.positions_LC, offset = item_positions(places)
@@ -143,8 +148,19 @@ class MediaHook(Hook):
         """The items of which the step computes tokens."""
         for item, count, end in zip(plan.work, batch.query_lens, batch.lengths, strict=True):
             if (own := self.of_row.get(item.row)) is not None:
+                number = self._adapter_of(item.row)
                 for one, _, _ in own.parts(end - count, end):
-                    yield Wanted(one.key, one.item)
+                    yield Wanted(self._key(own, one, number), one.item, number)
+
+    def _adapter_of(self, row: int) -> int:
+        """The number of the row's adapter, if it changes the tower; else -1."""
+        table = None if self._language is None else self._language.adapters
+        return -1 if table is None else table.number_for_encoders(row)
+
+    @staticmethod
+    def _key(own: RowItems, one: PlacedItem, number: int) -> str:
+        """The item's name in the cache: rows of one adapter never serve another."""
+        return one.key if number < 0 else f"{own.adapter} {one.key}"
 
     def _replace_embeddings(
         self,
@@ -157,8 +173,9 @@ class MediaHook(Hook):
         end: int,
     ) -> None:
         """For the tokens [start, end) of a row; token i of the row is token i + shift of the step."""
+        number = self._adapter_of(row)
         for one, place_N, which_N in own.parts(start, end):
-            rows_NF = rows[one.key]
+            rows_NF = rows[self._key(own, one, number)]
             if isinstance(rows_NF, Exception):
                 self.rows.faults[row] = f"the tower cannot encode an item of the kind {one.kind} ({type(rows_NF).__name__})"  # fmt: skip
                 return

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from quire.features.media.encoder_cache import EncoderCache
 from quire.features.media.gate import EncoderCounts
+from quire.forward_context import adapter_context
+from quire.layers.lora import AdaptedEncoder
 from quire.models.vision_towers.base import as_tensor
 from quire.protocol.media import ROWS, TowerInput
 
@@ -24,23 +27,26 @@ FAULTS = (ValueError, RuntimeError, TypeError, IndexError, KeyError)
 """What a tower raises for tensors that it cannot take."""
 
 
-class Tower(Protocol):
+class Tower(AdaptedEncoder, Protocol):
     def encode(self, items: Sequence[TowerInput]) -> list[Tensor]:
         """rows_NF of each item. Its bits do not depend on the others."""
         ...
 
 
 class Wanted(NamedTuple):
-    """An item that a step needs. `key`: its name in the cache."""
+    """An item that a step needs. `key`: its name in the cache, another one for each adapter. `adapter`: the number of the adapter that
+    changes the tower; -1: none."""
 
     key: str
     item: TowerInput
+    adapter: int = -1
 
 
 class ItemEncoder:
-    """`load`: loads the tower, now and after a sleep that dropped the weights; None: clients send rows.
+    """Without a tower until `load_tower`.
 
     Args:
+        load: loads the tower; None: clients send rows.
         most_rows: of the cache. pass_rows: of the items of a pass; one larger item is a pass. width: of a row.
     """
 
@@ -56,20 +62,25 @@ class ItemEncoder:
         self.load, self.pass_rows, self.width = load, pass_rows, width
         self.device = device
         self.dtype: torch.dtype = getattr(torch, dtype)
-        self.tower: Tower | None = load() if load is not None else None
+        self.tower: Tower | None = None
         self.cache = EncoderCache(most_rows)
         self.counts = EncoderCounts(0, 0, 0)
 
+    def load_tower(self) -> None:
+        """If there is one."""
+        self.tower = None if self.load is None else self.load()
+
     def drop_tower(self) -> None:
-        """It is loaded again for the next item."""
+        """And what it has encoded."""
         self.tower = None
         self.cache.clear()
 
     def rows_of(self, wanted: Sequence[Wanted]) -> dict[str, Tensor | Exception]:
         """By key: rows_NF, or why the tower cannot encode the item."""
         found: dict[str, Tensor | Exception] = {}
-        missing: dict[str, TowerInput] = {}
-        for key, item in wanted:
+        missing: dict[str, Wanted] = {}
+        for one in wanted:
+            key, item, _ = one
             if ROWS in item.tensors:
                 found[key] = as_tensor(item.tensors[ROWS], self.device, self.dtype)
                 continue
@@ -80,8 +91,8 @@ class ItemEncoder:
                 self.counts.hits += 1
                 found[key] = rows_NF
             else:
-                missing[key] = item
-        for some in self._passes([Wanted(*one) for one in missing.items()]):
+                missing[key] = one
+        for some in self._passes(sorted(missing.values(), key=attrgetter("adapter"))):
             found |= self._encoded(some)
         return found
 
@@ -93,10 +104,12 @@ class ItemEncoder:
         return counts
 
     def _passes(self, missing: Sequence[Wanted]) -> Iterator[list[Wanted]]:
+        """The items of a pass have the same adapter, or none."""
         some: list[Wanted] = []
         count = 0
         for one in missing:
-            if some and count + one.item.num_rows > self.pass_rows:
+            is_full = count + one.item.num_rows > self.pass_rows
+            if some and (is_full or one.adapter != some[0].adapter):
                 yield some
                 some, count = [], 0
             some.append(one)
@@ -108,7 +121,8 @@ class ItemEncoder:
         """A pass of the tower. If it fails, each item is encoded alone, so that others do not fail with one."""
         began = time.perf_counter()
         try:
-            rows = self._checked([one.item for one in some])
+            with adapter_context(None if some[0].adapter < 0 else some[0].adapter):
+                rows = self._checked([one.item for one in some])
         except FAULTS as fault:
             if len(some) == 1:
                 return {some[0].key: fault}
@@ -121,9 +135,7 @@ class ItemEncoder:
 
     def _checked(self, items: Sequence[TowerInput]) -> list[Tensor]:
         if self.tower is None:
-            if self.load is None:
-                raise ValueError("there is no vision tower")
-            self.tower = self.load()
+            raise ValueError("there is no vision tower")
         with torch.inference_mode():
             rows = self.tower.encode(items)
         for item, rows_NF in zip(items, rows, strict=True):

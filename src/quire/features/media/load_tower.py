@@ -44,7 +44,7 @@ def _data_parallel(
 
 
 def _loader(resolved: Resolved, model: MediaModel, platform: Platform) -> Callable[[], Tower]:
-    if model.audio is None and model.vision is not None and model.vision.native:
+    if model.native:
         return partial(_native, resolved, model, platform)
     from quire.models.transformers.tower import TransformersTower
 

@@ -25,9 +25,8 @@ from quire.features.transcription.alignment import (
     heads_by_layer,
 )
 from quire.features.transcription.gate import TranscriptionReport
-from quire.forward_context import ForwardBatch
+from quire.forward_context import ForwardBatch, adapter_context
 from quire.protocol.plan import EnteredRow, StepPlan
-from quire.protocol.request import MediaItem
 from quire.protocol.sound import decode_rules, decode_spectrogram
 from quire.protocol.tensor_data import TensorData
 from quire.worker.hooks import Hook
@@ -51,12 +50,14 @@ class SoundHook(Hook):
         self.layers: list[LayerRecorder] = []
         self.encoder: Any = None
         self.cache = EncoderCache(most_states)
-        self.of_row: dict[int, MediaItem] = {}
+        self.of_row: dict[int, EnteredRow] = {}
+        self._language: LanguageModel | None = None
         self._counts = EncoderCounts(0, 0, 0)
 
     def use_models(self, models: Sequence[LanguageModel]) -> None:
         model: Any = models[0]
-        self.encoder = model.encoder if isinstance(model, nn.Module) else None
+        is_there = isinstance(model, nn.Module)
+        self._language, self.encoder = (model, model.encoder) if is_there else (None, None)
         self.cache.clear()
         self.layers = []
         if isinstance(model, nn.Module) and not self.is_part:
@@ -76,7 +77,7 @@ class SoundHook(Hook):
         return True
 
     def enter(self, new: EnteredRow) -> None:
-        self.of_row[new.row] = new.media[0]
+        self.of_row[new.row] = new
         data = new.extras.get(self.name)
         if data is not None and self.layers:
             with suppress(msgspec.MsgspecError):  # the processor refuses such rules
@@ -108,22 +109,31 @@ class SoundHook(Hook):
 
     def _states_of(self, row: int, length: int, device: torch.device) -> Tensor:
         """Those of a row; of one whose sound cannot be encoded, which then fails alone: zeros."""
-        item, encode = self.of_row[row], self.encoder
+        new, encode = self.of_row[row], self.encoder
+        item = new.media[0]
+        key = item.hash if new.adapter is None else f"{new.adapter} {item.hash}"
         self._counts.lookups += 1
-        if (states_SD := self.cache.get(item.hash)) is not None:
+        if (states_SD := self.cache.get(key)) is not None:
             self._counts.hits += 1
             return states_SD
         if encode is None:
             raise RuntimeError("the worker is asleep")
         try:
-            found_SD: Tensor = encode(as_tensor(decode_spectrogram(item.data).mel, device))
+            with adapter_context(self._adapter_of(row)):
+                found_SD: Tensor = encode(as_tensor(decode_spectrogram(item.data).mel, device))
         except (ValueError, msgspec.MsgspecError) as error:
             self.rows.faults[row] = f"the encoder cannot read the sound ({type(error).__name__})"
             zeros_SD: Tensor = encode.conv2.weight.new_zeros(length, len(encode.conv2.weight))
             return zeros_SD
         self._counts.rows += len(found_SD)
-        self.cache.put(item.hash, found_SD)
+        self.cache.put(key, found_SD)
         return found_SD
+
+    def _adapter_of(self, row: int) -> int | None:
+        """The number of the row's adapter; None: it has none."""
+        table = None if self._language is None else self._language.adapters
+        number = -1 if table is None else int(table.number_of_row[row])
+        return None if number < 0 else number
 
 
 def as_tensor(data: TensorData, device: torch.device) -> Tensor:

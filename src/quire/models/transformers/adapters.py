@@ -49,10 +49,10 @@ class ModuleTarget:
         return part.float()
 
     def _add(self, _module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        numbers_T = current_adapters()
+        y_TO = output.reshape(-1, self.num_out)
+        numbers_T = current_adapters(y_TO)
         if numbers_T is None or self.table is None:
             return None
-        y_TO = output.reshape(-1, self.num_out)
         if self.is_table:
             return lora_lookup(args[0].reshape(-1), y_TO, numbers_T, self.table).view_as(output)
         x_TI = args[0].reshape(-1, self.num_in)

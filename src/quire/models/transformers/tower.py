@@ -22,10 +22,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from quire.config.engine import ModelSpec
 from quire.errors import ConfigError, Unsupported
+from quire.layers.lora import Place
 from quire.logging import get_logger
 from quire.models.checkpoint_files import tensors
 from quire.models.media import MediaModel
 from quire.models.progress import LoadProgress
+from quire.models.transformers.adapters import places_of
 from quire.models.transformers.load import NO_ADAPTER, quiet, read_config
 from quire.models.vision_towers.base import as_tensor
 from quire.protocol.media import TowerInput
@@ -58,6 +60,7 @@ class TransformersTower:
         self.model: Any = self._load(kind, spec).to(device).eval()
         _drop_parts(self.model, [name for name in PARTS if getattr(model, name) is None])
         self._return_embeddings()
+        self._names = frozenset(name for name, _ in self.model.named_modules())
         self._takes = self._arguments("get_image_features") | self._arguments("get_video_features")
         self._hears = self._arguments("forward")
         size = sum(parameter.nbytes for parameter in self.model.parameters())
@@ -67,6 +70,15 @@ class TransformersTower:
     def encode(self, items: Sequence[TowerInput]) -> list[Tensor]:
         """See `_encode`: one after the other, because Transformers pads pictures of a batch."""
         return [self._encode(item) for item in items]
+
+    def adapter_places(self) -> dict[str, Place]:
+        """As of a language model."""
+        return places_of(self.model)
+
+    def adapter_name(self, module: str) -> str | None:
+        """See `AdaptedEncoder` (layers/lora.py). Checkpoints of older versions have other prefixes."""
+        names = (module, f"model.{module}", module.partition(".")[2])
+        return next((name for name in names if name in self._names), "")
 
     def _encode(self, item: TowerInput) -> Tensor:
         """rows_NF of an item, in the order of its tokens: of the last layer, then of the inner ones that the language model takes.

@@ -9,6 +9,7 @@ Shape suffixes: T patches of a pass, D features of the tower, I values of a patc
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 from quire.errors import ConfigError
 from quire.layers.encoder import EncoderStack
 from quire.layers.linear import Linear
+from quire.layers.lora import Place, places_of
 from quire.layers.norm import Norm
 from quire.layers.rotary import LayerRotaries
 from quire.protocol.media import TowerInput
@@ -46,7 +48,18 @@ class LayerSizes(NamedTuple):
 
 
 class NativeTower(nn.Module):
-    """A vision tower and its projector."""
+    """A vision tower and its projector.
+
+    Attributes:
+        stored: by name here, the shapes of weights in the checkpoint, as rows and columns.
+        unread_layers: numbers of the layers that are left out, since nothing reads their states.
+    """
+
+    unread_layers = range(0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stored: dict[str, torch.Size] = {}
 
     def encode(self, items: Sequence[TowerInput]) -> list[Tensor]:
         """rows_NF of each item, in one pass.
@@ -64,6 +77,23 @@ class NativeTower(nn.Module):
     def own_tensor(self, name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
         """A checkpoint's tensor, with its name here; None: it is not the tower's."""
         raise NotImplementedError
+
+    def adapter_places(self) -> dict[str, Place]:
+        """As of a language model. Not in tables of positions, which nothing looks up by number."""
+        found = {}
+        for name, place in places_of(self).items():
+            if place.rows is not None:
+                outs, ins = self.stored.get(name, (place.outs, place.target.num_in))
+                is_less = (ins, outs) != (place.target.num_in, place.outs)
+                found[name] = place._replace(stored=(ins, outs) if is_less else None)
+        return found
+
+    def adapter_name(self, module: str) -> str | None:
+        """See `AdaptedEncoder` (layers/lora.py)."""
+        found = self.own_tensor(f"{module}.weight", torch.empty(0, 0))
+        name = "" if found is None else found[0].removesuffix(".weight")
+        layer = re.search(r"\.layers\.([0-9]{1,6})\.", name)
+        return None if layer is not None and int(layer[1]) in self.unread_layers else name
 
 
 def grown(size: int) -> int:

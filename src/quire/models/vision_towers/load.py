@@ -119,6 +119,8 @@ def fill_tower(
         own = (called, tensor) if renamed else tower.own_tensor(called, tensor)
         if own is not None and own[0] in slots:
             slot = slots[own[0]]
+            if own[1].dim() > 1:
+                tower.stored[own[0].removesuffix(".weight")] = own[1].flatten(1).shape
             slot.fill(fitted(own[1], slot.shape()), device, called)
             filled.add(own[0])
     if missing := missing_tensors(slots, filled):

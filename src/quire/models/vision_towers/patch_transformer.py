@@ -87,6 +87,7 @@ class PatchTransformer(nn.Module):
         self.first_norm = norm() if has_class else None
         sizes = LayerSizes(self.size, int(get["num_attention_heads"]), grown(int(get["intermediate_size"])), get["hidden_act"])  # fmt: skip
         ends, self.order = stack_ends([-1] if outputs is None else outputs, depth)
+        self.unread_layers = range(ends[-1], depth)
         self.stacks = Stacks(
             ends, partial(_layer, sizes, norm), final_norm=norm() if outputs is None else None,
             names=("encoder.layers", "post_layernorm"),

@@ -66,6 +66,7 @@ class PixtralTower(NativeTower):
             "projector": "multi_modal_projector",
         }  # fmt: skip
         ends, self.order = stack_ends(feature_layers(config, self.layer), depth)
+        self.unread_layers = range(ends[-1], depth)
         self.patches = PatchEmbedding(grown(3 * self.patch**2), size, bias=False)
         self.first_norm = RMSNorm(size, eps=EPS)
         rope = {"rope_type": "axial_alternating", "rope_theta": float(theta)}

@@ -46,6 +46,11 @@ class TileTower(NativeTower):
     parts: Mapping[str, str] = {"projector": "multi_modal_projector"}
     vision: PatchTransformer
 
+    @property
+    def unread_layers(self) -> range:  # type: ignore[override]
+        """See `NativeTower`."""
+        return self.vision.unread_layers
+
     def encode(self, items: Sequence[TowerInput]) -> list[Tensor]:
         device, dtype = self.place()
         pixels = [
