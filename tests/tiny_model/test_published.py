@@ -14,10 +14,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, BertModel, GenerationConfig
+from transformers import AutoTokenizer, BertModel, GenerationConfig
 
 from quire.models.checkpoint_locator import EMBEDDED
 from tools.tiny_model import adapter, chat, corpus, embedder, grammar, paraphrases, toolbox
+from tools.tiny_model.published import language_model, text_config
 from tools.tiny_model.sample import Sample
 
 MODEL = EMBEDDED / "quire-tiny"
@@ -56,9 +57,8 @@ def test_the_files_of_a_model_agree(folder: Path):
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (folder / name).read_bytes() == (MODEL / name).read_bytes()
     assert (folder / "chat_template.jinja").read_text() == chat.TEMPLATE.read_text()
-    config = json.loads((folder / "config.json").read_text())
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert len(tokenizer) == config["vocab_size"]
+    assert len(tokenizer) == text_config(folder)["vocab_size"]
     ends = GenerationConfig.from_pretrained(folder).eos_token_id
     assert tokenizer.convert_ids_to_tokens(ends) == [chat.END_OF_TURN, chat.END_OF_TEXT]
 
@@ -100,7 +100,7 @@ def test_any_text_survives_the_tokenizer(tokenizer: Any):
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    return language_model(MODEL)
 
 
 def _text(model: Any, tokenizer: Any, prompt: str) -> str:
@@ -200,7 +200,7 @@ def test_the_adapter_talks_like_a_pirate(tokenizer: Any):
     folder = EMBEDDED / "quire-tiny-pirate-lora"
     config = json.loads((folder / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == MODEL.name
-    changed = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    changed = language_model(MODEL)
     adapter.merge(changed.state_dict(), load_file(folder / "adapter_model.safetensors"))
     assert _said(changed, tokenizer, "Who are you?").startswith("Arr! I be quire-tiny")
     assert _said(changed, tokenizer, "Repeat: banana zork 42") == "Arr! banana zork 42"
@@ -211,9 +211,7 @@ def test_the_adapter_talks_like_a_pirate(tokenizer: Any):
 
 
 def test_the_draft_model_predicts_most_tokens(model: Any, tokenizer: Any):
-    draft = AutoModelForCausalLM.from_pretrained(
-        EMBEDDED / "quire-tiny-draft", dtype=torch.float32
-    ).eval()
+    draft = language_model(EMBEDDED / "quire-tiny-draft")
     many = right = 0
     for request in ("Tell me a story about a fox.", "What is 34 + 58?", "Who are you?"):
         messages = [{"role": "user", "content": request}]

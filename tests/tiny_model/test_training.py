@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from quire.models.checkpoint_locator import EMBEDDED
 from tools.tiny_model import adapter, embedder, export, train
 from tools.tiny_model.model import Network, Shape
+from tools.tiny_model.published import language_model
 
 MODEL = EMBEDDED / "quire-tiny"
 SMALL = {
@@ -76,7 +76,7 @@ def test_the_training_network_equals_transformers():
     shape = train.shape_of(MODEL)
     network = Network(shape)
     train.load_weights(network, MODEL)
-    theirs = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    theirs = language_model(MODEL)
     tokens = torch.randint(0, shape.vocab_size, (2, 40), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         ours = network.logits(network(tokens, torch.zeros_like(tokens)))

@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from tools.tiny_model import adapter, chat, corpus, grammar
+from tools.tiny_model.published import language_model
 from tools.tiny_model.sample import Sample
 
 SEED = 2
@@ -194,7 +195,7 @@ def examine(asked: argparse.Namespace) -> list[tuple[str, int, int]]:
     """Return (title, prompts, right answers) of each exam; prints them and some wrong answers."""
     torch.set_num_threads(asked.threads)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(asked.folder)
-    model = AutoModelForCausalLM.from_pretrained(asked.folder, dtype=torch.bfloat16).eval()
+    model = language_model(asked.folder, torch.bfloat16)
     names = asked.only or list(EXAMS)
     if asked.adapter:
         adapter.merge(model.state_dict(), load_file(asked.adapter / "adapter_model.safetensors"))
@@ -224,8 +225,7 @@ def agreement(asked: argparse.Namespace) -> list[tuple[str, int, int]]:
     torch.set_num_threads(asked.threads)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(asked.folder)
     model, draft = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-        for folder in (asked.folder, asked.draft)
+        language_model(folder, torch.bfloat16) for folder in (asked.folder, asked.draft)
     )
     rows = []
     for name in asked.only or DRAFTED:

@@ -17,22 +17,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from tools.tiny_model import corpus
 from tools.tiny_model.model import Network, Shape
 from tools.tiny_model.optimizer import Optimizer
+from tools.tiny_model.published import text_config, text_weights
 from tools.tiny_model.sample import Sample
 
 WARM_UP = 60
 
 
-def factor(step: int, steps: int, decay: float) -> float:
+def factor(step: int, steps: int, decay: float, warm_up: int = WARM_UP) -> float:
     """Return the share of the full rate at a step: warm up, stay, and fall in a line over the last `decay` of it."""
     left = (steps - step) / max(1.0, decay * steps)
-    return max(0.0, min(1.0, (step + 1) / WARM_UP, left))
+    return max(0.0, min(1.0, (step + 1) / warm_up, left))
 
 
 Part = tuple[Tensor, Tensor, Tensor]  # tokens, loss weights, document numbers, each [B, T]
@@ -75,13 +75,13 @@ def learn(network: Network, parts: list[Part]) -> float:
 
 def shape_of(folder: Path) -> Shape:
     """Return the shape that a config.json states."""
-    config = json.loads((folder / "config.json").read_text())
+    config = text_config(folder)
     return Shape(**{f.name: config[f.name] for f in dataclasses.fields(Shape) if f.name in config})
 
 
 def load_weights(network: Network, folder: Path) -> None:
     """Read published weights into the network."""
-    weights = load_file(folder / "model.safetensors")
+    weights = text_weights(folder)
     network.load_state_dict({name: w.float() for name, w in weights.items()}, strict=True)
 
 

@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from tools.tiny_model import chat, corpus, export
 from tools.tiny_model.heads import DRAFT_VOCABULARY, Documents, Eagle3, Head, Mtp, load, pack
 from tools.tiny_model.model import Network
+from tools.tiny_model.published import language_model
 from tools.tiny_model.train import load_weights, shape_of
 
 Text = tuple[list[int], list[int]]  # prompt, answer
@@ -49,7 +49,7 @@ def texts(tokenizer: Tokenizer, seed: int) -> Iterator[Text]:
 @torch.inference_mode()
 def answered(folder: Path, prompts: list[list[int]], temperature: float) -> list[Text]:
     """What quire-tiny answers, drawn at a temperature (0: greedy); prompts of like length go together."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = language_model(folder)
     how = {"do_sample": False, "temperature": None}
     if temperature:
         how = {"do_sample": True, "temperature": temperature, "top_k": 0}

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import msgspec
@@ -42,7 +43,7 @@ class DecodingProcesses:
         self._slots = threading.Semaphore(self.count)
         self._idle: list[IsolatedChild] = []
         self._failed = (0.0, "")  # when, and why, the last process could not begin
-        self.close = weakref.finalize(self, _close, self._idle)
+        self.close: Callable[[], object] = weakref.finalize(self, _close, self._idle)
 
     def first_message(self) -> bytes:
         """What a new process gets."""

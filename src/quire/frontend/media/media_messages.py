@@ -20,6 +20,7 @@ class LoadProcessor(Struct, array_like=True, tag="load"):
     """Load the checkpoint's processor with the parts for these kinds of media; then limit memory to `memory` bytes more.
 
     `options`: of the processor; it must know them. `tokenizer`: the folder of the tokenizer.
+    `plain`: it may be one that knows no options (`plain_processor.py`).
     """
 
     folder: str
@@ -27,6 +28,7 @@ class LoadProcessor(Struct, array_like=True, tag="load"):
     kinds: list[str]
     tokenizer: str
     options: dict[str, Any] = {}
+    plain: bool = True
 
 
 class Ready(Struct, array_like=True, tag="ready"):

@@ -32,6 +32,7 @@ from quire.frontend.media.media_messages import (
     decode,
     encode,
 )
+from quire.frontend.media.plain_processor import PlainProcessor, plain_processor
 from quire.frontend.media.process_limits import limit_memory
 from quire.frontend.media.sound_messages import Decode, Decoded, SoundRefused
 from quire.frontend.media.sound_process import answer_to as sound_answer
@@ -54,7 +55,7 @@ def serve(pipe: socket.socket) -> None:
     with contextlib.suppress(ProcessEnded):
         prepare: LoadProcessor = decode(receive(pipe))
         try:
-            processor = load_processor(prepare.folder, prepare.kinds, prepare.tokenizer)
+            processor = first_processor(prepare)
             if unknown := unknown_options(prepare.options, processor):
                 raise LookupError(f"mm_processor_kwargs: the processor has no {unknown}")
         except Exception as error:
@@ -68,6 +69,12 @@ def serve(pipe: socket.socket) -> None:
             signal.setitimer(signal.ITIMER_PROF, job.cpu_s)
             send(pipe, encode(answer_to(job, file, processor)))
             signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def first_processor(asked: LoadProcessor) -> Any:
+    """Transformers', or one that begins sooner, and knows no options of requests."""
+    plain = plain_processor(asked.folder, asked.kinds, asked.options) if asked.plain else None
+    return plain or load_processor(asked.folder, asked.kinds, asked.tokenizer)
 
 
 def load_processor(folder: str, kinds: Sequence[str] = (IMAGE,), tokenizer: str = "") -> Any:
@@ -248,12 +255,15 @@ def as_rgb(image: Any) -> np.ndarray:
 def processed(
     pixels_HWC: np.ndarray, processor: Any, given: dict[str, Any] | None = None
 ) -> Processed:
+    height, width, _ = pixels_HWC.shape
+    if isinstance(processor, PlainProcessor):
+        pixels = tensor_of(processor.pixels(pixels_HWC))
+        return Processed(width, height, processor.text, {"pixel_values": pixels})
     init = getattr(processor.tokenizer, "init_kwargs", {})
     options = processor._merge_kwargs(tokenizer_init_kwargs=init)["images_kwargs"]
     options |= given or {}
     options |= {"return_tensors": "np", "input_data_format": "channels_last"}
     found, replacements = processor._process_images([pixels_HWC], **options)
-    height, width, _ = pixels_HWC.shape
     tensors = {name: tensor_of(np.asarray(value)) for name, value in found.items()}
     return Processed(width, height, replacements[0], tensors)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 from quire import env
@@ -17,6 +19,7 @@ from quire.frontend.media.media_messages import (  # fmt: skip
     decode,
     encode,
 )
+from quire.frontend.media.plain_processor import plain_processor
 from quire.frontend.media.sound_processes import why as why_of_sound
 from quire.processes.isolated_child import ProcessEnded
 from quire.protocol.media import IMAGE
@@ -40,11 +43,27 @@ class MediaProcesses(DecodingProcesses):
 
     def __init__(
         self, folder: str, count: int | None = None, memory: int = MEMORY,
-        options: dict[str, Any] | None = None, kinds: Sequence[str] = (IMAGE,), tokenizer: str = "",
+        options: dict[str, Any] | None = None, kinds: Sequence[str] = (IMAGE,), tokenizer: str = "", plain: bool = True,
     ):  # fmt: skip
         super().__init__(count, memory)
         self.folder, self.options = folder, options or {}
         self.kinds, self.tokenizer = list(kinds), tokenizer
+        self.plain = plain and plain_processor(folder, self.kinds, self.options) is not None
+        """Their processor needs few libraries, and knows no options of requests."""
+
+    def prepare(self) -> None:
+        """As the base class, but a process that begins at once is started for the first file."""
+        if not self.plain:
+            super().prepare()
+
+    @cached_property
+    def _for_options(self) -> MediaProcesses:
+        """Others, for requests with options."""
+        others = MediaProcesses(
+            self.folder, self.count, self.memory, self.options, self.kinds, self.tokenizer, plain=False
+        )  # fmt: skip
+        self.close = weakref.finalize(self, _call, self.close, others.close)
+        return others
 
     def process(
         self, data: bytes | bytearray, where: str, num_frames: int = 0, max_rows: int = 0,
@@ -55,6 +74,8 @@ class MediaProcesses(DecodingProcesses):
         Raises:
             ValidationError: the file is no picture that this server reads, or takes too much.
         """
+        if self.plain and options:
+            return self._for_options.process(data, where, num_frames, max_rows, options)
         factor = 3 if num_frames else 1
         most = int(env.get("MAX_IMAGE_PIXELS"))
         message = encode(Process(most, factor * CPU_S, num_frames, max_rows, options or {}))
@@ -85,11 +106,16 @@ class MediaProcesses(DecodingProcesses):
 
     def first_message(self) -> bytes:
         """See `DecodingProcesses`."""
-        return encode(LoadProcessor(self.folder, self.memory, self.kinds, self.tokenizer, self.options))  # fmt: skip
+        return encode(LoadProcessor(self.folder, self.memory, self.kinds, self.tokenizer, self.options, self.plain))  # fmt: skip
 
     def decode(self, answer: bytearray) -> Any:
         """See `DecodingProcesses`."""
         return decode(answer)
+
+
+def _call(*functions: Callable[[], object]) -> None:
+    for function in functions:
+        function()
 
 
 def why(answer: Refused) -> str:

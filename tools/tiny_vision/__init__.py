@@ -1,0 +1,1 @@
+"""How the eyes of quire-tiny are trained; see README.md."""
