@@ -1,10 +1,12 @@
 """GGUF's blocks on the CPU: the stored integers, repacked; activations dynamically int8.
 
-Knows one weight, not the bits of a block (`gguf_forms.py`). Batch-invariant, as int4: integers sum exactly within a group,
-groups are added in order.
+Knows one weight, not the bits of a block (`gguf_forms.py`). Batch-invariant, as int4: integers sum exactly within a block,
+blocks are added in order.
 
-    y = bias + sum over groups of  scale_x * (scale_w * (sum (x_q * q) - zero * sum x_q) - minimum_w * sum x_q)
-    x_q = round(127 x / max |x of 32 inputs|),    w = scale_w * (q - zero) - minimum_w, exactly the file's
+    y = bias + sum over blocks of  scale_x * (d * sum (x_q * factor * (q - zero)) - dmin * sum (x_q * least))
+    x_q = round(127 x / max |x of the block|),    w = d * factor * (q - zero) - dmin * least, exactly the file's
+
+A block has 32 inputs, or 256 in the types whose groups have integer factors (llama.cpp quantizes x likewise).
 
 Shape suffixes: T tokens, I inputs, O outputs, G groups, B blocks, N bytes of a row, P panels of 32 outputs.
 """
@@ -31,7 +33,6 @@ from quire.quantization.int8 import quantize
 from quire.quantization.packing import Packing
 
 EXPERT = re.compile(r"\.\d+\.(?=[^.]+\.weight$)")
-STEP = 32  # inputs of x that share a scale
 MAX_UNPACKED = 1 << 20  # weights that are unpacked at a time
 
 
@@ -116,19 +117,29 @@ class BlocksWeight(PreparedWeight):
 
 
 def _product(x_TI: Tensor, form: BlockForm, codes: BlockCodes) -> Tensor:
-    group = form.group
-    scale_OG, minimum_OG = codes.numbers(x_TI.shape[1] // group)
-    y_TO = torch.zeros(len(x_TI), len(codes.q_OI))
-    for start in range(0, x_TI.shape[1], STEP):
-        x_TS, scale_T = quantize(x_TI[:, start : start + STEP])
-        for index in range(start, start + STEP, group):
-            g, x_TG = index // group, x_TS[:, index - start : index - start + group].double()
-            sum_T1 = x_TG.sum(1, keepdim=True)
-            sums = x_TG @ codes.q_OI[:, index : index + group].double().T - form.zero * sum_T1
-            y_TO += sums.float() * (scale_T[:, None] * scale_OG[:, g])
-            if minimum_OG is not None:
-                y_TO -= minimum_OG[:, g] * (scale_T[:, None] * sum_T1.float())
+    q_OI = codes.q_OI.double() - form.zero
+    whole_OI = q_OI * _repeated(codes.factor_OG, q_OI)
+    least_OI = _repeated(codes.least_OG, q_OI)
+    y_TO = torch.zeros(len(x_TI), len(q_OI))
+    for block, start in enumerate(range(0, x_TI.shape[1], form.step)):
+        inputs = slice(start, start + form.step)
+        x_TS, scale_T = quantize(x_TI[:, inputs])
+        exact_TS = x_TS.double()
+        part_TO = (exact_TS @ whole_OI[:, inputs].T).float() * (
+            codes.unit * codes.d_OB[:, block].float()
+        )
+        if codes.dmin_OB is not None:
+            minima_TO = (exact_TS @ least_OI[:, inputs].T).float()
+            part_TO -= minima_TO * codes.dmin_OB[:, block].float()
+        y_TO += part_TO * scale_T[:, None]
     return y_TO
+
+
+def _repeated(numbers_OG: Tensor | None, like_OI: Tensor) -> Tensor:
+    """The number of its group for each input; 1 if groups have none."""
+    if numbers_OG is None:
+        return torch.ones_like(like_OI)
+    return numbers_OG.double().repeat_interleave(like_OI.shape[1] // numbers_OG.shape[1], 1)
 
 
 def _pack(part: BlockRows, into: int, stride: int, packing: Packing) -> None:

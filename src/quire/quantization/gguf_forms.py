@@ -62,12 +62,17 @@ class BlockForm(NamedTuple):
     plain: int = 0
 
     @property
+    def step(self) -> int:
+        """Inputs that share a scale, of the weight and of x."""
+        return self.plain or self.block
+
+    @property
     def record(self) -> int:
         """Bytes of a block of 32 outputs in a panel."""
-        each = self.plain or self.block
-        groups = each // self.group
+        groups = self.step // self.group
         header = 64 + (groups * 32 if groups > 1 else 0)
-        return (header * (2 if self.minima else 1) + each * self.stored * 4) * (self.block // each)
+        each = header * (2 if self.minima else 1) + self.step * self.stored * 4
+        return each * (self.block // self.step)
 
     def codes_of(self, rows_ON: Tensor) -> BlockCodes:
         found = self._numbers(rows_ON)

@@ -37,8 +37,10 @@ struct Weights {  // one part
   Guarded<uint8_t> data;
   Weights(const Shape& shape, long outs, long ins, Random& random) : shape(shape), outs(outs), ins(ins), data(outs / 32 * (ins / shape.block) * shape.record()) {
     for (size_t i = 0; i < data.count; i++) data[i] = (uint8_t)random.below(256);
-    for (long at = 0; at < (long)data.count; at += shape.record())
+    for (long at = 0; at < (long)data.count; at += shape.record()) {
       for (long i = 0; i < (shape.minima ? 64 : 32); i++) data[at + 2 * i + 1] = (uint8_t)((shape.wide ? 56 : 2) + i % 3);  // small, some of them subnormal
+      for (long i = 128; shape.minima && i < shape.header(); i++) data[at + i] &= 63;  // factors have six bits
+    }
   }
   const uint8_t* record(long o, long k) const { return data.data + (o / 32 * (ins / shape.block) + k / shape.block) * shape.record(); }
   int q(long o, long k) const {
@@ -81,10 +83,11 @@ void check(const Shape& shape, long rows, long outs, long ins, bool gated, bool 
     std::vector<double> sums(outs);
     for (long o = 0; o < outs; o++) {
       if (with_bias) sums[o] = value_of(bias[o]);
-      for (long g = 0; g < ins; g += 32) {
+      const long step = shape.groups() > 1 ? 256 : 32;
+      for (long g = 0; g < ins; g += step) {
         float top = 0;
-        for (long k = g; k < g + 32; k++) top = std::max(top, fabsf(value_of(x[r * ins + k])));
-        for (long k = g; k < g + 32; k++) {
+        for (long k = g; k < g + step; k++) top = std::max(top, fabsf(value_of(x[r * ins + k])));
+        for (long k = g; k < g + step; k++) {
           const double bytes = nearbyintf(value_of(x[r * ins + k]) * (127.f / top)) * (double)(top / 127.f);
           sums[o] += bytes * ((double)w.scale(o, k) * (w.q(o, k) - shape.zero) - w.minimum(o, k));
         }

@@ -4,7 +4,7 @@
 // SAME_PRODUCTS: the bits of the weights whose products are computed in the same way, so that the code for them is compiled once.
 //
 // A group's sum is exact, in whatever order it is added. Products of weights of up to 6 bits, which are not negative, are added as 16
-// bits for as many lines as fit: `partial`. `total_of` makes 32 bits of them.
+// bits for as many lines as fit: `partial`. `total_of` makes 32 bits of them, `times_factor` the same times the group's factor.
 #pragma once
 #include "common.h"
 
@@ -26,10 +26,14 @@ template <int BITS>
 inline Ints total_of(Ints partial) {
   return partial;
 }
+constexpr int MOST_BITS_OF_SHORTS = 0;
+inline Ints add_short_dots(Ints sums, Ints w, Ints x) { return (Ints)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)w, (__m512i)x); }
 
 #else
 
 constexpr bool BYTES_ARE_MOVED = false;
+
+inline Ints add_short_dots(Ints sums, Ints w, Ints x) { return sums + multiply_shorts(w, x); }  // of two numbers of 16 bits each
 
 inline Ints dots_of_shorts(Ints sums, Ints w, Ints x) {
   return sums + multiply_shorts(low_bytes(x), low_bytes(w)) + multiply_shorts(high_bytes(x), high_bytes(w));
@@ -70,6 +74,7 @@ template <int BITS>
 inline Ints total_of(Ints partial) {
   return BITS == 8 ? partial : multiply_shorts(partial, ints(0x00010001));
 }
+constexpr int MOST_BITS_OF_SHORTS = 6;  // of weights whose products are added as 16 bits
 
 #else
 
@@ -86,9 +91,25 @@ template <int BITS>
 inline Ints total_of(Ints partial) {
   return partial;
 }
+constexpr int MOST_BITS_OF_SHORTS = 0;
 
 #endif
 
+#endif
+
+// A group's factor as times_factor takes it: 32 bits, or twice 16, which `total_of` multiplies by in place of 1.
+template <int BITS>
+inline Ints factor_of(Ints factor) {
+  return BITS <= MOST_BITS_OF_SHORTS ? (factor & 0xffff) | (factor << 16) : factor;
+}
+template <int BITS>
+inline Ints times_factor(Ints partial, Ints factor) {
+  return BITS <= MOST_BITS_OF_SHORTS ? multiply_shorts(partial, factor) : wrapping_times(total_of<BITS>(partial), factor);
+}
+
+#ifdef QUIRE_AMX
+inline Ints multiply_low(Ints a, Ints b) { return (Ints)_mm512_mullo_epi16((__m512i)a, (__m512i)b); }  // each 16 bits
+inline Ints right_of_shorts(Ints a, int bits) { return (Ints)_mm512_srai_epi16((__m512i)a, (unsigned)bits); }
 #endif
 
 }  // namespace quire

@@ -4,16 +4,17 @@
 
 namespace quire {
 
-// STORED: bits of a weight in a record. With LOOKUP they are the number of a byte in a table, of signed bytes.
+// STORED: bits of a weight in a record. With LOOKUP they are the number of a byte in a table, of signed bytes. FACTORS: a block has
+// several groups, each with an integer factor of the block's scale.
 template <int STORED_, int GROUP_, int BLOCK_, bool MINIMA_, int ZERO_, bool LOOKUP_ = false>
 struct Form {
   static constexpr int STORED = STORED_, BITS = LOOKUP_ ? 8 : STORED_, GROUP = GROUP_, BLOCK = BLOCK_;
   static constexpr int GROUPS = BLOCK / GROUP, CHUNKS = BLOCK / 32;
-  static constexpr bool MINIMA = MINIMA_, LOOKUP = LOOKUP_;
-  static constexpr long FACTORS = GROUPS > 1 ? GROUPS * 32 : 0;  // bytes
-  static constexpr long HEADER = (MINIMA ? 2 : 1) * (64 + FACTORS), CHUNK = STORED == 8 ? 1024 : 512 + (STORED - 4) * 128;
+  static constexpr bool MINIMA = MINIMA_, LOOKUP = LOOKUP_, FACTORS = GROUPS > 1;
+  static constexpr long FACTOR_BYTES = FACTORS ? GROUPS * 32 : 0;
+  static constexpr long HEADER = (MINIMA ? 2 : 1) * (64 + FACTOR_BYTES), CHUNK = STORED == 8 ? 1024 : 512 + (STORED - 4) * 128;
   static constexpr long RECORD = HEADER + CHUNKS * CHUNK;
-  static constexpr float zero(bool moved) { return BITS == 8 ? (moved ? 128.f : 0.f) : ZERO_; }
+  static constexpr int zero(bool moved) { return BITS == 8 ? (moved ? 128 : 0) : ZERO_; }
 };
 using Q4_0 = Form<4, 32, 32, false, 8>;
 using Q8_0 = Form<8, 32, 32, false, 0>;

@@ -1,9 +1,8 @@
-// Records of GGUF blocks (gemm_blocks.cpp) as bytes and float scales.
+// Records of GGUF blocks (gemm_blocks.cpp), unpacked.
 #pragma once
 #include "block_dot.h"
 #include "block_forms.h"
 #include "int4_dot.h"
-#include "norm_rope_act.h"
 
 namespace quire {
 
@@ -11,36 +10,49 @@ namespace {
 
 constexpr long FETCH_AHEAD = 8192;  // bytes
 
-// INPUTS inputs of a panel, unpacked: of each 32 inputs 8 lines of 16 outputs, then 8 lines of the other 16 outputs.
-template <class F, int INPUTS = F::BLOCK>
-struct Record {
-  alignas(64) uint8_t bytes[INPUTS * 32];
-  alignas(64) float scale[INPUTS / F::GROUP * 32], minimum[INPUTS / F::GROUP * 32];
+inline void fetch_ahead(const uint8_t* w, long bytes) {
+  for (long at = 0; at < bytes; at += LINE) fetch(w + FETCH_AHEAD + at);
+}
+
+// Scales of BLOCKS blocks of a panel; factors of a form that has them: `factor` as `times_factor` takes them, `factor_pairs` and
+// `least_pairs` as 16 bits, of two groups in a word.
+template <class F, int BLOCKS = 1>
+struct Scales {
+  static constexpr int WORDS = F::FACTORS ? F::GROUPS * 32 : 16;
+  alignas(64) float scale[BLOCKS * 32], minimum[BLOCKS * 32];
+  alignas(64) int32_t factor[WORDS], factor_pairs[WORDS / 2], least_pairs[WORDS / 2];
   const Codes* codes;
   Ints table;  // its bytes, in every 16
-  explicit Record(long form) : codes(F::LOOKUP ? CODES + form - FIRST_CODES : nullptr) {
+  explicit Scales(long form) : codes(F::LOOKUP ? CODES + form - FIRST_CODES : nullptr) {
     int32_t words[16] = {};
     for (int i = 0; F::LOOKUP && i < 16; i++) memcpy(words + i, codes->bytes + i % 4 * 4, 4);
     table = load(words);
   }
 };
 
+// INPUTS inputs of a panel: of each 32 inputs 8 lines of 16 outputs, then 8 lines of the other 16 outputs.
+template <class F, int INPUTS = F::BLOCK>
+struct Record : Scales<F, INPUTS / F::BLOCK> {
+  using Scales<F, INPUTS / F::BLOCK>::Scales;
+  alignas(64) uint8_t bytes[INPUTS * 32];
+};
+
 // What the products of unpacked lines depend on, of a form.
 template <class F>
-using Products = Form<SAME_PRODUCTS<F::BITS>, F::GROUP, 32, F::MINIMA, 0>;
+using Products = Form<SAME_PRODUCTS<F::BITS>, F::GROUP, F::BLOCK, F::MINIMA, 0>;
 
 // A record for the products of its lines. `chunks`: of 32 inputs; `zero`: of the form.
 struct Lines {
   const uint8_t* bytes;
   const float *scale, *minimum;
+  const int32_t *factor, *factor_pairs, *least_pairs;
   Ints table;
-  int chunks;
-  float zero;
+  int chunks, zero;
 };
 
-template <class F, int INPUTS>
-inline Lines lines_of(const Record<F, INPUTS>& record, bool moved) {
-  return {record.bytes, record.scale, record.minimum, record.table, F::CHUNKS, F::zero(moved)};
+template <class F, int BLOCKS>
+inline Lines lines_of(const Scales<F, BLOCKS>& of, const uint8_t* bytes, bool moved) {
+  return {bytes, of.scale, of.minimum, of.factor, of.factor_pairs, of.least_pairs, of.table, F::CHUNKS, F::zero(moved)};
 }
 
 inline Floats from_half(const uint16_t* p) {  // without subnormal numbers of float32, which are slow
@@ -51,25 +63,32 @@ inline Floats from_half(const uint16_t* p) {  // without subnormal numbers of fl
   return as_floats(as_ints(whole * power) | ((bits & 0x8000) << 16));
 }
 
-// Scales of the block at `w`, which begins with input `first` of the record.
-template <class F, int INPUTS>
-inline void unpack_scales(const uint8_t* w, Record<F, INPUTS>& to, long first = 0) {
-  const uint8_t* factors = w + (F::MINIMA ? 128 : 64);
-  float *scales = to.scale + first / F::GROUP * 32, *minima = to.minimum + first / F::GROUP * 32;
+inline Ints in_one_word(Ints early, Ints late) { return (early & 0xffff) | (late << 16); }  // as 16 bits each
+
+// Factors of the scale (signed unless the form has minima) and of the minimum, of 16 outputs; `at`: of groups of 32 bytes.
+template <class F, int BLOCKS>
+inline void unpack_factors(const uint8_t* at, int t, Scales<F, BLOCKS>& to) {
+  const auto factor = [&](int g) { return F::MINIMA ? widen(at + g * 32) : widen((const int8_t*)at + g * 32); };
+  for (int g = 0; g < F::GROUPS; g += 2, at += 64) {
+    const Ints early = factor(0), late = factor(1);
+    store(to.factor + g * 32 + t, factor_of<F::BITS>(early));
+    store(to.factor + g * 32 + 32 + t, factor_of<F::BITS>(late));
+    if (F::zero(true) || F::zero(false)) store(to.factor_pairs + g * 16 + t, in_one_word(early, late));
+    if (F::MINIMA) store(to.least_pairs + g * 16 + t, in_one_word(widen(at + F::FACTOR_BYTES), widen(at + F::FACTOR_BYTES + 32)));
+  }
+}
+
+// Scales of the block at `w`, number `block` of `to`.
+template <class F, int BLOCKS>
+inline void unpack_scales(const uint8_t* w, Scales<F, BLOCKS>& to, long block = 0) {
 #pragma GCC unroll 2
   for (int t = 0; t < 32; t += 16) {
     const uint16_t* first = (const uint16_t*)w + t;
     Floats scale = F::LOOKUP && to.codes->wide ? widen((const bf16*)first) : from_half(first);
     if (F::LOOKUP) scale = scale * floats(to.codes->unit);
-    const Floats minimum = F::MINIMA ? from_half((const uint16_t*)(w + 64) + t) : scale;
-    for (int g = 0; g < F::GROUPS; g++) {
-      const uint8_t* at = factors + g * 32 + t;
-      Floats factor = floats(1.f), least = factor;
-      if (F::GROUPS > 1) factor = to_floats(F::MINIMA ? widen(at) : widen((const int8_t*)at));
-      if (F::GROUPS > 1 && F::MINIMA) least = to_floats(widen(at + F::FACTORS));
-      store(scales + g * 32 + t, scale * factor);
-      if (F::MINIMA) store(minima + g * 32 + t, minimum * least);
-    }
+    store(to.scale + block * 32 + t, scale);
+    if (F::MINIMA) store(to.minimum + block * 32 + t, from_half((const uint16_t*)(w + 64) + t));
+    if constexpr (F::FACTORS) unpack_factors(w + (F::MINIMA ? 128 : 64) + t, t, to);
   }
 }
 
@@ -96,7 +115,7 @@ template <int ZERO, class F, int INPUTS>
 inline void unpack(const uint8_t* w, Record<F, INPUTS>& to, bool moved, long first = 0) {
   uint8_t* bytes = to.bytes + first * 32;
   for (int c = 0; c < F::CHUNKS; c++, w += F::CHUNK, bytes += 1024) {
-    for (long at = 0; at < F::CHUNK; at += LINE) fetch(w + FETCH_AHEAD + at);
+    fetch_ahead(w, F::CHUNK);
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++)
 #pragma GCC unroll 2
@@ -109,31 +128,6 @@ inline void unpack(const uint8_t* w, Record<F, INPUTS>& to, bool moved, long fir
       }
   }
 }
-
-// The quantized rows of x. For tiles, `bytes` are [M / 16][K / 32][16][32]; otherwise [M, K].
-struct Activations {
-  const int8_t* bytes;
-  const float *scale, *sum, *half_sum;  // [K / 32, stride]; the last: of 16 inputs, [K / 16, stride]
-  long rows, stride, ins;
-};
-
-// total += scale * scale of x * (sums - zero * sum of x) - minimum * scale of x * sum of x
-template <class F>
-inline void add_group(Ints sums, float zero, Floats scale, Floats minimum, float x_scale, float x_sum, float* total) {
-  const Floats exact = fnma(floats(zero), floats(x_sum), to_floats(sums));
-  const Floats more = fma(exact, scale * floats(x_scale), load(total));
-  store(total, F::MINIMA ? fnma(minimum, floats(x_scale * x_sum), more) : more);
-}
-
-// Where the numbers of x are for a group of the 32 inputs from `input` on; `row`: of the first row.
-template <class F>
-struct Group {
-  const float *x_scale, *x_sum;
-  Group(const Activations& x, long input, int half, long row) {
-    x_scale = x.scale + input / 32 * x.stride + row;
-    x_sum = F::GROUP == 16 ? x.half_sum + (input / 16 + half) * x.stride + row : x.sum + input / 32 * x.stride + row;
-  }
-};
 
 }  // namespace
 

@@ -1,9 +1,9 @@
-// Blocks of GGUF files by AMX: 16 rows by 16 outputs, whose totals stay in registers over the groups.
+// Blocks of GGUF files with a scale for each 32 inputs by AMX: 16 rows by 16 outputs, whose totals stay in registers over the groups.
 //
-// A tile sums one group: 16 or 32 inputs. Its sums are added to the totals while later tiles multiply: the same integers as in
+// A tile sums one group. Its sums are added to the totals while later tiles multiply: the same integers as in
 // registers, followed by the same float instructions.
 #pragma once
-#include "block_record.h"
+#include "block_activations.h"
 
 namespace quire {
 
@@ -12,9 +12,6 @@ namespace {
 constexpr long TILE_BYTES = 512;  // of 16 rows and 32 inputs
 
 #ifdef QUIRE_AMX
-
-inline bool by_tiles(long rows) { return rows >= 12; }
-inline long padded(long rows) { return (rows + 3) / 4 * 4; }
 
 #define SUMS_OF(sums, left, right)           \
   _tile_zero(sums);                          \
@@ -33,26 +30,24 @@ inline void sums_of_group(const int8_t* x, const uint8_t* w, int32_t* to) {
 #undef SUMS_OF
 
 // N rows from `row` on by 16 outputs (`part` of a panel) and inputs [first, first + ins); total: [N][32]. F: Products of the form.
+// `record`: scales, and the first group's bytes, `next` from group to group.
 template <class F, int N>
-__attribute__((noinline)) void tile_of_rows(const Activations& x, const Lines& record, long first, long ins, long row, int part,
-                                            float* total) {
-  constexpr long HALVES = 32 / F::GROUP;
-  const long stride = x.stride, groups = ins / F::GROUP;
+__attribute__((noinline)) void tile_of_rows(const FineActivations& x, const Lines& record, long next, long first, long ins, long row,
+                                            int part, float* total) {
+  const long stride = x.stride, groups = ins / 32;
   const int8_t* rows = x.bytes + row * x.ins + first * 16;
-  const float* x_scale = x.scale + first / 32 * stride + row;
-  const float* x_sum = (HALVES == 2 ? x.half_sum : x.sum) + first / F::GROUP * stride + row;
+  const float *x_scale = x.scale + first / 32 * stride + row, *x_sum = x.sum + first / 32 * stride + row;
   const uint8_t* w = record.bytes + part * 512;
   const float *scale = record.scale + part * 16, *minimum = record.minimum + part * 16;
   alignas(64) int32_t sums[4][16 * 16];
   Floats kept[N];
   const auto multiply = [&](long g, auto turn) __attribute__((always_inline)) {
-    if (g < groups)
-      sums_of_group<turn % 2>(rows + g / HALVES * TILE_BYTES + g % HALVES * 16, w + g / HALVES * 1024 + g % HALVES * 256, sums[turn]);
+    if (g < groups) sums_of_group<turn % 2>(rows + g * TILE_BYTES, w + g * next, sums[turn]);
   };
   const auto add = [&](long g, auto turn) __attribute__((always_inline)) {
     if (g >= groups) return;
     const Floats scales = load(scale + g * 32), minima = F::MINIMA ? load(minimum + g * 32) : scales;
-    const float* of_rows = x_scale + g / HALVES * stride;
+    const float* of_rows = x_scale + g * stride;
     alignas(64) float least[16];
     if (F::MINIMA) store(least, load(of_rows) * load(x_sum + g * stride));
 #pragma GCC unroll 16
@@ -83,27 +78,31 @@ __attribute__((noinline)) void tile_of_rows(const Activations& x, const Lines& r
 
 // total[rows][32] of rows from `first` on, a multiple of 16, and a panel; memory for up to 3 rows more.
 template <class F>
-void panel_by_tiles(long form, const Activations& x, const uint8_t* w, long first, long rows, float* total) {
+void panel_by_tiles(long form, const FineActivations& x, const uint8_t* w, long first, long rows, float* total) {
   constexpr int INPUTS = 256;
-  constexpr int ZERO = (int)F::zero(false);
+  constexpr bool STORED_SO = F::STORED == 8;  // tiles are loaded from the weight itself
   Record<F, INPUTS> record(form);
-  const Lines lines = lines_of(record, false);
+  Lines lines = lines_of(record, record.bytes, false);
   TileConfig config;
   for (int i = 0; i < 8; i++) {
-    config.bytes[i] = (uint16_t)(i == 4 || i == 5 ? F::GROUP : 64);
-    config.rows[i] = (uint8_t)(i < 6 ? std::min(16L, padded(rows)) : F::GROUP / 4);
+    config.bytes[i] = (uint16_t)(i == 4 || i == 5 ? 32 : 64);
+    config.rows[i] = (uint8_t)(i < 6 ? std::min(16L, padded(rows)) : 8);
   }
   load_config(config);
   for (long k = 0; k < x.ins; k += INPUTS) {
     const long ins = std::min<long>(INPUTS, x.ins - k);
-    for (long i = 0; i < ins; i += F::BLOCK, w += F::RECORD) {
-      for (long at = 0; at < F::HEADER; at += LINE) fetch(w + FETCH_AHEAD + at);
-      unpack_scales(w, record, i);
-      unpack<ZERO>(w + F::HEADER, record, false, i);
+    if (STORED_SO) lines.bytes = w + F::HEADER;
+    for (long i = 0; i < ins; i += 32, w += F::RECORD) {
+      fetch_ahead(w, F::HEADER);
+      unpack_scales(w, record, i / 32);
+      if (STORED_SO)
+        fetch_ahead(w + F::HEADER, F::CHUNK);
+      else
+        unpack<F::zero(false)>(w + F::HEADER, record, false, i);
     }
     for (long m = 0; m < rows; m += 16)
       for (int part = 0; part < 2; part++) {
-        const auto run = [&](auto n) { tile_of_rows<Products<F>, decltype(n)::value>(x, lines, k, ins, first + m, part, total + m * 32); };
+        const auto run = [&](auto n) { tile_of_rows<Products<F>, decltype(n)::value>(x, lines, STORED_SO ? F::RECORD : 1024, k, ins, first + m, part, total + m * 32); };
         switch (std::min(16L, padded(rows - m))) {
           case 4: run(std::integral_constant<int, 4>{}); break;
           case 8: run(std::integral_constant<int, 8>{}); break;
@@ -114,11 +113,6 @@ void panel_by_tiles(long form, const Activations& x, const uint8_t* w, long firs
   }
   _tile_release();
 }
-
-#else
-
-inline bool by_tiles(long) { return false; }
-inline long padded(long rows) { return rows; }
 
 #endif
 

@@ -43,7 +43,7 @@ inline uint16_t half_at(const uint8_t* p) { return (uint16_t)(p[0] | p[1] << 8);
 // Bytes of a block in the file. Others than the first 13 forms come as quantization/gguf_blocks.py unpacks them.
 constexpr int SIZES[] = {18, 34, 144, 176, 210, 20, 22, 24, 84, 110, 18, 136, 17};
 template <class F>
-constexpr int PLAIN = 2 + F::FACTORS / 32 + F::BLOCK;  // the scale, factors, and a byte for each input
+constexpr int PLAIN = 2 + F::FACTOR_BYTES / 32 + F::BLOCK;  // the scale, factors, and a byte for each input
 
 template <class F>
 void read_block(long form, const uint8_t* from, Block& to) {
@@ -96,8 +96,8 @@ void read_block(long form, const uint8_t* from, Block& to) {
       to.scale = from[0] < 2 ? 32 << from[0] : (uint16_t)((from[0] - 1) << 7);
       return to.nibbles(from + 1, 0);
     default:
-      memcpy(to.factor, from + 2, F::FACTORS / 32);
-      memcpy(to.q, from + 2 + F::FACTORS / 32, F::BLOCK);
+      memcpy(to.factor, from + 2, F::FACTOR_BYTES / 32);
+      memcpy(to.q, from + 2 + F::FACTOR_BYTES / 32, F::BLOCK);
   }
 }
 
@@ -121,7 +121,7 @@ void pack_panel(long form, const uint8_t* from, long step, long count, long bloc
       uint8_t* factors = to + (F::MINIMA ? 128 : 64) + o;
       for (int g = 0; F::FACTORS && g < F::GROUPS; g++) {
         factors[g * 32] = block.factor[g];
-        if (F::MINIMA) factors[F::FACTORS + g * 32] = block.least[g];
+        if (F::MINIMA) factors[F::FACTOR_BYTES + g * 32] = block.least[g];
       }
       constexpr int MORE = F::STORED - 4, EACH = MORE > 0 ? 4 / MORE : 1;
       const int part = o / 16, lane = o % 16 * 4;
