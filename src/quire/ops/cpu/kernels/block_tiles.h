@@ -30,10 +30,9 @@ inline void sums_of_group(const int8_t* x, const uint8_t* w, int32_t* to) {
 #undef SUMS_OF
 
 // N rows from `row` on by 16 outputs (`part` of a panel) and inputs [first, first + ins); total: [N][32]. F: Products of the form.
-// `record`: scales, and the first group's bytes, `next` from group to group.
 template <class F, int N>
-__attribute__((noinline)) void tile_of_rows(const FineActivations& x, const Lines& record, long next, long first, long ins, long row,
-                                            int part, float* total) {
+__attribute__((noinline)) void tile_of_rows(const FineActivations& x, const Lines& record, long first, long ins, long row, int part,
+                                            float* total) {
   const long stride = x.stride, groups = ins / 32;
   const int8_t* rows = x.bytes + row * x.ins + first * 16;
   const float *x_scale = x.scale + first / 32 * stride + row, *x_sum = x.sum + first / 32 * stride + row;
@@ -42,7 +41,7 @@ __attribute__((noinline)) void tile_of_rows(const FineActivations& x, const Line
   alignas(64) int32_t sums[4][16 * 16];
   Floats kept[N];
   const auto multiply = [&](long g, auto turn) __attribute__((always_inline)) {
-    if (g < groups) sums_of_group<turn % 2>(rows + g * TILE_BYTES, w + g * next, sums[turn]);
+    if (g < groups) sums_of_group<turn % 2>(rows + g * TILE_BYTES, w + g * 1024, sums[turn]);
   };
   const auto add = [&](long g, auto turn) __attribute__((always_inline)) {
     if (g >= groups) return;
@@ -80,9 +79,8 @@ __attribute__((noinline)) void tile_of_rows(const FineActivations& x, const Line
 template <class F>
 void panel_by_tiles(long form, const FineActivations& x, const uint8_t* w, long first, long rows, float* total) {
   constexpr int INPUTS = 256;
-  constexpr bool STORED_SO = F::STORED == 8;  // tiles are loaded from the weight itself
   Record<F, INPUTS> record(form);
-  Lines lines = lines_of(record, record.bytes, false);
+  const Lines lines = lines_of(record, record.bytes, false);
   TileConfig config;
   for (int i = 0; i < 8; i++) {
     config.bytes[i] = (uint16_t)(i == 4 || i == 5 ? 32 : 64);
@@ -91,18 +89,14 @@ void panel_by_tiles(long form, const FineActivations& x, const uint8_t* w, long 
   load_config(config);
   for (long k = 0; k < x.ins; k += INPUTS) {
     const long ins = std::min<long>(INPUTS, x.ins - k);
-    if (STORED_SO) lines.bytes = w + F::HEADER;
     for (long i = 0; i < ins; i += 32, w += F::RECORD) {
       fetch_ahead(w, F::HEADER);
       unpack_scales(w, record, i / 32);
-      if (STORED_SO)
-        fetch_ahead(w + F::HEADER, F::CHUNK);
-      else
-        unpack<F::zero(false)>(w + F::HEADER, record, false, i);
+      unpack<F::zero(false)>(w + F::HEADER, record, false, i);
     }
     for (long m = 0; m < rows; m += 16)
       for (int part = 0; part < 2; part++) {
-        const auto run = [&](auto n) { tile_of_rows<Products<F>, decltype(n)::value>(x, lines, STORED_SO ? F::RECORD : 1024, k, ins, first + m, part, total + m * 32); };
+        const auto run = [&](auto n) { tile_of_rows<Products<F>, decltype(n)::value>(x, lines, k, ins, first + m, part, total + m * 32); };
         switch (std::min(16L, padded(rows - m))) {
           case 4: run(std::integral_constant<int, 4>{}); break;
           case 8: run(std::integral_constant<int, 8>{}); break;
