@@ -6,15 +6,18 @@ Knows configurations of Transformers. Does not know Quire.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
 import vision_checkpoints
-from vision_checkpoints import AT, TEMPLATE, TEXT
+from vision_checkpoints import AT, TEMPLATE, TEXT, VOCAB
 
 RATE = 16_000
 MELS = 24
@@ -120,6 +123,34 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "preprocessor": {"feature_extractor_type": "GraniteSpeechFeatureExtractor", "n_mels": MELS},
         "placeholder": "<|audio|>",
     },
+    "gemma3n": {
+        "config": {
+            "text_config": {
+                "model_type": "gemma3n_text", **TEXT, "head_dim": 16, "sliding_window": 24, "num_hidden_layers": 4,
+                "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2, "intermediate_size": [96] * 4,
+                "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB - 8, "laurel_rank": 8,
+                "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+            },
+            "vision_config": {"hidden_size": 24, "vocab_size": 4, "vocab_offset": VOCAB - 8},
+            "audio_config": {
+                "hidden_size": 32, "vocab_size": 4, "vocab_offset": VOCAB - 4, "input_feat_size": 128, "conf_num_hidden_layers": 2,
+                "conf_num_attention_heads": 2, "sscp_conv_channel_size": [16, 4], "conf_attention_chunk_size": 6,
+                "conf_attention_context_left": 7,
+            },
+            "audio_token_id": VOCAB - 3, "eoa_token_id": VOCAB - 4, "boa_token_id": AT["<|image_start|>"], "image_token_id": VOCAB - 7,
+            "eoi_token_id": VOCAB - 8, "boi_token_id": AT["<start_of_image>"], "audio_soft_tokens_per_image": 188,
+        },
+        "architecture": "Gemma3nForConditionalGeneration",
+        "processor": {"processor_class": "Gemma3nProcessor"},
+        "preprocessor": {"feature_extractor_type": "Gemma3nAudioFeatureExtractor"},
+        "tokens": {
+            "boi_token": "<start_of_image>", "eoi_token": "<hard_0>", "image_token": "<hard_1>", "boa_token": "<|image_start|>",
+            "eoa_token": "<hard_4>", "audio_token": "<hard_5>",
+        },
+        "last_tokens": [f"<hard_{number}>" for number in range(8)],
+        "placeholder": "<hard_5>",
+        "engine": {"max_num_batched_tokens": 256},
+    },
     "gemma4_audio": {
         **GEMMA4,
         "model_type": "gemma4",
@@ -146,7 +177,8 @@ CHECKPOINTS["granite_speech_3"] = SPEECH | {
 def make_checkpoint(kind: str, folder: Path) -> str:
     made = CHECKPOINTS[kind]
     config = transformers.AutoConfig.for_model(made.get("model_type", kind), **made["config"])
-    model = getattr(transformers, made["architecture"])(config)
+    with without_timm():
+        model = getattr(transformers, made["architecture"])(config)
     vision_checkpoints.draw_weights(model, len(kind))
     model.save_pretrained(folder)
     if adapted := made.get("adapted"):
@@ -154,6 +186,22 @@ def make_checkpoint(kind: str, folder: Path) -> str:
     if outer := made.get("outer"):
         inside_a_model_that_speaks(folder, outer)
     return vision_checkpoints.save_processor(made, folder, TEMPLATE)
+
+
+@contextmanager
+def without_timm() -> Iterator[None]:
+    """Inside, Transformers makes Gemma 3n without its vision tower, which needs timm and torchvision."""
+    module: Any = transformers.models.gemma3n.modeling_gemma3n
+    auto = module.AutoModel
+
+    def made(config: Any) -> Any:
+        return torch.nn.Identity() if config.model_type == "gemma3n_vision" else auto.from_config(config)  # fmt: skip
+
+    module.AutoModel = SimpleNamespace(from_config=made)
+    try:
+        yield
+    finally:
+        module.AutoModel = auto
 
 
 def save_adapter(model: Any, modules: list[str], folder: Path) -> None:
@@ -202,7 +250,8 @@ def engine_options(kind: str) -> dict[str, Any]:
 def transformers_model(path: str, architecture: str) -> Any:
     """With the adapter of the folder, if it has one, by PEFT."""
     kind = getattr(transformers, architecture)
-    found = kind.from_pretrained(path, dtype=torch.float32, adapter_kwargs={"subfolder": "none"})  # fmt: skip
+    with without_timm():
+        found = kind.from_pretrained(path, dtype=torch.float32, adapter_kwargs={"subfolder": "none"})  # fmt: skip
     if (Path(path) / "adapter_config.json").is_file():
         from peft import PeftModel
 

@@ -16,6 +16,7 @@ from audio_checkpoints import CHECKPOINTS, kinds_of, sound, transformers_model
 from test_picture_equality import passes, tokens
 
 from quire import SamplingParams
+from quire.errors import ValidationError
 from quire.frontend.media.media_process import load_processor
 from quire.frontend.media.sound_tensors import sound_tensors
 
@@ -30,7 +31,7 @@ def processor(path: str) -> Any:
     return load_processor(path, kinds_of(path))
 
 
-PADDED = ("granite_speech", "granite_speech_3", "qwen3_omni")
+PADDED = ("gemma3n", "granite_speech", "granite_speech_3", "qwen3_omni")
 
 
 def two_sounds(kind: str) -> list[np.ndarray]:
@@ -132,6 +133,27 @@ def test_beside_texts_and_other_sounds_after_a_prefix_and_a_preemption(kind, eng
         enable_prefix_caching=False,
     ) as llm:
         assert tokens(llm, *prompts, params=GREEDY) == expected
+
+
+def test_markers_in_a_text_have_the_embeddings_of_the_wrapper(engine, checkpoint):
+    """Gemma 3n has tables for the last ids beside that of its language model; sound ends with such a marker."""
+    from vision_checkpoints import VOCAB, picture
+
+    kind, path = "gemma3n", checkpoint("gemma3n")
+    ids = [1, 100, 120, VOCAB - 8, VOCAB - 7, 140, VOCAB - 4, VOCAB - 3, VOCAB - 1, 150]
+    with torch.inference_mode():
+        logits_TV = transformers_model(path, CHECKPOINTS[kind]["architecture"])(input_ids=torch.tensor([ids])).logits[0]  # fmt: skip
+    expected = logits_TV.float().log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]  # fmt: skip
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    with engine(kind) as llm:
+        (out,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+        with pytest.raises(
+            ValidationError,
+            match="pictures for gemma3n are not supported: Transformers makes its vision tower with timm",
+        ):
+            llm.generate([{"prompt": "a", "multi_modal_data": {"image": picture(1)}}], params)
+    found = [entry[token].logprob for token, entry in zip(ids[1:], out.prompt_logprobs[1:], strict=True)]  # fmt: skip
+    assert np.abs(np.array(found) - expected.numpy()).max() < 1e-4
 
 
 def test_a_sound_of_one_token(engine, checkpoint):

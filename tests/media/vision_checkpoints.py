@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import random
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -330,15 +331,18 @@ TEMPLATE = (
 )
 
 
-def tokenizer(named: dict[str, str]) -> transformers.PreTrainedTokenizerFast:
-    """Bytes, after the special tokens. `named`: attributes of the tokenizer."""
+def tokenizer(
+    named: dict[str, str], last: Sequence[str] = ()
+) -> transformers.PreTrainedTokenizerFast:
+    """Bytes, after the special tokens. `named`: attributes of the tokenizer. `last`: special tokens with the last ids."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: number for number, token in enumerate([*SPECIAL, *alphabet, *NEW_LINES])}
+    vocabulary |= {token: VOCAB - len(last) + number for number, token in enumerate(last)}
     merges = [("Ċ", "Ċ"), ("ĊĊ", "Ċ")]
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token=None))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = ByteLevel()
-    backend.add_special_tokens(SPECIAL)
+    backend.add_special_tokens([*SPECIAL, *last])
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>",
         **({"extra_special_tokens": named} if named else {}),
@@ -368,7 +372,7 @@ def draw_weights(model: Any, seed: int) -> None:
 
 def save_processor(made: dict[str, Any], folder: Path, template: str) -> str:
     """The tokenizer and the processor's files. Returns the folder."""
-    own = tokenizer(made.get("tokens", {}))
+    own = tokenizer(made.get("tokens", {}), made.get("last_tokens", ()))
     video = video_placeholder(made)
     own.chat_template = template.replace("PLACEHOLDER", made["placeholder"]).replace("VIDEO", video)
     own.save_pretrained(folder)

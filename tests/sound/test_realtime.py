@@ -195,6 +195,29 @@ def test_the_queue_of_sound_is_bounded(address: str, monkeypatch: pytest.MonkeyP
         assert "3.0 s of sound wait already" in found["error"]
 
 
+def test_a_window_that_cannot_be_written_down(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is an error, and the next transcription of the session is as before."""
+
+    async def broken(*_: Any) -> None:
+        raise RuntimeError("a secret of the server")
+
+    with Live(address) as live:
+        live.begin(language="en")
+        with monkeypatch.context() as patch:
+            patch.setattr(realtime.Transcription, "open", broken)
+            live.append(ONE)
+            live.commit(True)
+            found = live.next()
+        assert (found["type"], found["code"]) == ("error", "processing_error")
+        assert "secret" not in found["error"]
+        live.append(TWO)
+        live.commit(True)
+        text, done = live.until_done()
+        assert done["text"] == text != ""
+
+
 def test_commits_without_sound(address: str) -> None:
     with Live(address) as live:
         live.begin()

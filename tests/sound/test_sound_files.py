@@ -7,6 +7,7 @@ import random
 import struct
 import wave
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -173,6 +174,39 @@ def test_other_formats(name: str) -> None:
     spectrum = np.abs(np.fft.rfft(middle))
     assert abs(spectrum.argmax() * RATE / len(middle) - 440) < 3
     assert 0.35 < np.abs(middle).max() < 0.75
+
+
+@pytest.mark.parametrize(("name", "codec"), [("mp4", "aac"), ("matroska", "libopus")])
+def test_the_sound_of_a_video(name: str, codec: str) -> None:
+    """Its pictures come first in the file, and are not decoded. Without a sound track it is no sound."""
+    import av
+
+    tone = (0.5 * np.sin(2 * np.pi * 440 * np.arange(48_000) / 48_000)).astype(np.float32)
+    for has_sound in (True, False):
+        file = io.BytesIO()
+        with av.open(file, "w", format=name) as out:
+            pictures: Any = out.add_stream("mpeg4", rate=10)
+            pictures.width, pictures.height, pictures.pix_fmt = 64, 48, "yuv420p"
+            if has_sound:
+                track = out.add_stream(codec, rate=48_000, layout="stereo")
+            for n in range(10):
+                picture = np.full((48, 64, 3), 20 * n, np.uint8)
+                out.mux(pictures.encode(av.VideoFrame.from_ndarray(picture)))
+            out.mux(pictures.encode(None))
+            if has_sound:
+                frame = av.AudioFrame.from_ndarray(np.stack([tone, tone]), "fltp", "stereo")
+                frame.sample_rate = 48_000
+                resampler = av.AudioResampler(
+                    track.format, "stereo", 48_000, track.frame_size or 960
+                )
+                for part in [*resampler.resample(frame), *resampler.resample(None)]:
+                    out.mux(track.encode(part))
+                out.mux(track.encode(None))
+        if has_sound:
+            middle = samples_of(file.getvalue())[4000:12_000]
+            assert abs(np.abs(np.fft.rfft(middle)).argmax() * RATE / len(middle) - 440) < 3
+        else:
+            assert why(file.getvalue())[0] == "empty"
 
 
 @pytest.mark.parametrize("name", ["FLAC", "MP3", "MP4", "WebM"])

@@ -17,28 +17,13 @@ from quire import env
 from quire.version import __version__
 
 PACKAGES = (
-    "torch",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "huggingface_hub",
-    "numpy",
-    "msgspec",
-    "pyzmq",
-    "starlette",
-    "uvicorn",
-    "uvloop",
+    "torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy", "msgspec", "pyzmq", "starlette", "uvicorn", "uvloop",
     "vllm",
-)
+)  # fmt: skip
 OUTER = (
-    "CUDA_VISIBLE_DEVICES",
-    "OMP_NUM_THREADS",
-    "HF_HOME",
-    "HF_HUB_OFFLINE",
-    "PROMETHEUS_MULTIPROC_DIR",
-    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL",
+    "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLINE", "PROMETHEUS_MULTIPROC_DIR", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL",
     "LD_PRELOAD",
-)
+)  # fmt: skip
 GIB = 1 << 30
 
 

@@ -19,25 +19,12 @@ from quire.version import __version__
 
 SECTIONS = ("model", "cache", "scheduler", "parallel", "load", "structured", "lora", "speculation")
 LOCAL = {
-    *("model", "tokenizer", "hf_token", "served_model_name", "chat_template", "generation_config"),
-    *(
-        "lora_modules",
-        "default_mm_loras",
-        "allowed_lora_paths",
-        "allow_lora_from_hub",
-        "kv_disk_dir",
-        "kv_disk_size",
-        "kv_disk_write",
-        "kv_remote_url",
-        "kv_remote_ttl",
-        "kv_key_file",
-        "kv_transfer_config",
-        "download_dir",
-        "use_tqdm_on_load",
-        "node_rank",
-    ),
-    *("data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local"),
-    *("distributed_executor_backend", "max_num_queued_reqs", "max_num_queued_tokens"),
+    *"model tokenizer hf_token served_model_name chat_template generation_config".split(),
+    *"lora_modules default_mm_loras allowed_lora_paths allow_lora_from_hub".split(),
+    *"kv_disk_dir kv_disk_size kv_disk_write kv_remote_url kv_remote_ttl kv_key_file kv_transfer_config".split(),
+    *"download_dir use_tqdm_on_load node_rank".split(),
+    *"data_parallel_rank data_parallel_start_rank data_parallel_size_local".split(),
+    *"distributed_executor_backend max_num_queued_reqs max_num_queued_tokens".split(),
 }
 """Fields that may differ: paths, names, which engine it is, and what only the head uses."""
 VARIABLES = ("CPU_ISA", "DEVICE", "PLUGINS", "PP_LAYER_PARTITION")

@@ -83,9 +83,7 @@ def why_no_audio(resolved: Resolved) -> str:
     if _tower(config) is None or kind not in FAMILY:
         return f"this model takes no sound in prompts: send text, or serve a model that hears ({', '.join(FAMILY)})"
     if not resolved.config.media.max_sounds:
-        return (
-            "this server takes no sound (--limit-mm-per-prompt or --language-model-only): send text"
-        )
+        return "this server takes no sound (--limit-mm-per-prompt or --language-model-only): send text"  # fmt: skip
     needs_adapter = has_own_adapter(resolved) and AUDIO not in resolved.config.lora.default_mm_loras
     if needs_adapter and not (Path(resolved.path) / ADAPTER_CONFIG).is_file():
         return (

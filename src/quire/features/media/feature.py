@@ -41,11 +41,9 @@ class MediaFeature(Feature):
         if self.model is None:
             return ()
         rows = 2 * self.most_rows
-        size = (
-            rows * self.model.width * (1 + self.model.inner_layers) * ITEMSIZE[self.resolved.dtype]
-        )
-        lower = "max_num_batched_tokens"
         vision, audio, dtype = self.model.vision, self.model.audio, self.resolved.dtype
+        size = rows * self.model.width * (1 + self.model.inner_layers) * ITEMSIZE[dtype]
+        lower = "max_num_batched_tokens"
         what = "pictures" if audio is None else "sound" if vision is None else "pictures and sound"
         lines = [MemoryLine(f"encoded {what}", size, f"for {rows} tokens of {what}", lower)]
         if vision is not None:
@@ -60,15 +58,8 @@ class MediaFeature(Feature):
         prompts = self.model is not None and self.model.both_ways == "prompt"
         window = int(self.resolved.hf_config.get("sliding_window") or 0)
         engine.gates.append(MediaGate(self.most_rows, whole, core.counts, prompts, window))
-        engine.counters += [
-            "mm_cache_queries",
-            "mm_cache_hits",
-            "encoder_passes",
-            "encoder_rows",
-            "encoder_seconds",
-            "encoder_cache_bytes",
-            "encoder_cache_bytes_max",
-        ]
+        engine.counters += ["mm_cache_queries", "mm_cache_hits"]
+        engine.counters += [f"encoder_{what}" for what in ("passes", "rows", "seconds", "cache_bytes", "cache_bytes_max")]  # fmt: skip
 
         def reset() -> bool:
             core.counts["encoder_cache_bytes"] = 0
@@ -118,11 +109,8 @@ class MediaFeature(Feature):
             model = replace(model, vision=None)
         if model.towers:
             load = tower_loader(self.resolved, model, parts.platform, parts.ranks.tensor)
-        sizes = (
-            self.most_rows,
-            self.model.max_rows,
-            self.model.width * (1 + self.model.inner_layers),
-        )
+        width = self.model.width * (1 + self.model.inner_layers)
+        sizes = self.most_rows, self.model.max_rows, width
         encoder = ItemEncoder(load, *sizes, parts.platform.device, self.resolved.dtype)
         hook = MediaHook(parts.rows, encoder, self.model)
         parts.hooks.append(hook)

@@ -123,13 +123,9 @@ class MediaInputs:
         loop = asyncio.get_running_loop()
         self._waiting += count
         try:
-            work = [
-                loop.run_in_executor(
-                    self._threads, self._read, one, files_of_one(one, files), scope
-                )
-                for one, found in zip(given, named, strict=True)
-                if found is None
-            ]
+            missing = [one for one, found in zip(given, named, strict=True) if found is None]
+            pairs = [(one, files_of_one(one, files)) for one in missing]
+            work = [loop.run_in_executor(self._threads, self._read, *each, scope) for each in pairs]
             read = iter(await asyncio.gather(*work))
         finally:
             self._waiting -= count

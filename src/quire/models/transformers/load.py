@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from quire.config.engine import ModelSpec
 from quire.errors import ConfigError, Unsupported
 from quire.models.progress import LoadProgress
+from quire.models.transformers.marker_embeddings import add_markers
 
 NO_ADAPTER = {"subfolder": "no adapter"}
 """`adapter_kwargs` of a load: Transformers looks for adapters in this folder, not beside the weights, where it would find one that is
@@ -46,7 +47,7 @@ def load(spec: ModelSpec, device: torch.device | str, progress: LoadProgress) ->
         ConfigError: the checkpoint lacks weights that the model needs, or has them in other shapes.
         Unsupported: Transformers has no text-generating class for this checkpoint.
     """
-    config = read_config(spec)
+    config = wrapper = read_config(spec)
     dtype = getattr(torch, spec.dtype)
     _check_activation(config)
     model_class, config, renames = _class_of(config, spec)
@@ -57,6 +58,7 @@ def load(spec: ModelSpec, device: torch.device | str, progress: LoadProgress) ->
                 model = model_class._from_config(config, dtype=dtype)
         else:
             model = _read(model_class, config, renames, dtype, spec)
+    add_markers(model, wrapper, spec)
     model = model.to(device).eval()
     for parameter in model.parameters():
         parameter.requires_grad_(False)

@@ -11,7 +11,10 @@ Shape suffixes: N rows of an item, D features of the language model, F = D for e
 from __future__ import annotations
 
 import inspect
+import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,8 +60,8 @@ class TransformersTower:
         self.inner_width = model.width * model.inner_layers
         """Features that the language model's first layers add: none of a sound."""
         self.width, self.audio_token_id = model.width, None if model.audio is None else model.audio.token_id  # fmt: skip
-        self.model: Any = self._load(kind, spec).to(device).eval()
-        _drop_parts(self.model, [name for name in PARTS if getattr(model, name) is None])
+        unused = [name for name in PARTS if getattr(model, name) is None]
+        self.model: Any = self._load(kind, spec, unused).to(device).eval()
         self._return_embeddings()
         self._names = frozenset(name for name, _ in self.model.named_modules())
         self._takes = self._arguments("get_image_features") | self._arguments("get_video_features")
@@ -124,8 +127,11 @@ class TransformersTower:
         def same(*_: Any, inputs_embeds: Tensor, **__: Any) -> BaseModelOutputWithPast:
             return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
 
+        decoder = model.get_decoder()
         model.get_input_embeddings().forward = embeddings
-        model.get_decoder().forward = same
+        decoder.forward = same
+        if hasattr(decoder, "get_per_layer_inputs"):  # embeddings of texts for each layer
+            decoder.get_per_layer_inputs = lambda *_: None
 
     def _arguments(self, method: str) -> set[str]:
         """Of a method of the wrapper's inner model, if there is one: the wrapper's own has not all names."""
@@ -148,15 +154,27 @@ class TransformersTower:
         own = (each for each in found if not any(part in each[0] for part in LANGUAGE))
         return own if spec.stored is None else with_floats(own, spec.stored, self.dtype)
 
-    def _load(self, kind: Any, spec: ModelSpec) -> PreTrainedModel:
+    def _load(self, kind: Any, spec: ModelSpec, unused: Sequence[str]) -> PreTrainedModel:
         config = read_config(spec)
         if not isinstance(config, kind.config_class):  # of a model that also speaks
             config = getattr(config, "thinker_config", config)
         _without_layers(config)
+        configs = [type(getattr(config, f"{name}_config", None)) for name in unused]
+        with _not_made(kind, configs), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Initializing zero-element")  # of no layers
+            model = self._made(kind, config, spec)
+        _drop_language_model(model)
+        _drop_parts(model, unused)
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        return model
+
+    def _made(self, kind: Any, config: Any, spec: ModelSpec) -> PreTrainedModel:
+        """The wrapper, with weights."""
         if spec.load.load_format == "dummy":
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(spec.options.seed)
-                model = kind._from_config(config, dtype=self.dtype)
+                model: Any = kind._from_config(config, dtype=self.dtype)
         else:
             place: Any = spec.path
             floats = None if spec.stored is None else dict(self._floats(spec))
@@ -165,13 +183,29 @@ class TransformersTower:
             with quiet(LoadProgress()):
                 model, info = kind.from_pretrained(
                     place, config=config, dtype=self.dtype, local_files_only=True, state_dict=floats,
-                    output_loading_info=True, adapter_kwargs=NO_ADAPTER,
+                    output_loading_info=True, adapter_kwargs=NO_ADAPTER, ignore_mismatched_sizes=True,
                 )  # fmt: skip
             _check(info, model, spec)
-        _drop_language_model(model)
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
         return model
+
+
+@contextmanager
+def _not_made(kind: Any, configs: Sequence[type]) -> Iterator[None]:
+    """Inside, wrappers of this class make nothing of configs of these classes: some towers need libraries that nothing else needs."""
+    module = vars(sys.modules[kind.__module__])
+    auto = module.get("AutoModel")
+    if auto is None:
+        yield
+        return
+
+    def made(config: Any, *args: Any, **more: Any) -> Any:
+        return nn.Identity() if type(config) in configs else auto.from_config(config, *args, **more)
+
+    module["AutoModel"] = type("AutoModel", (auto,), {"from_config": staticmethod(made)})
+    try:
+        yield
+    finally:
+        module["AutoModel"] = auto
 
 
 def rows_of(features: Any) -> Tensor:
@@ -223,9 +257,10 @@ def _drop_language_model(model: PreTrainedModel) -> None:
 
 
 def _drop_parts(model: PreTrainedModel, towers: Sequence[str]) -> None:
-    """Free towers that no request can use."""
+    """Free towers that no request can use, but no embeddings: Gemma 3n looks up markers of pictures in every prompt."""
     for name, module in model.base_model.named_children():
-        if any(part in name for tower in towers for part in PARTS[tower]):
+        is_part = any(part in name for tower in towers for part in PARTS[tower])
+        if is_part and not name.startswith("embed"):
             _free(module)
 
 

@@ -301,12 +301,8 @@ class LiveText:
         return False
 
     def usage(self) -> dict[str, int]:
-        total = self.num_prompt + self.num_output
-        return {
-            "prompt_tokens": self.num_prompt,
-            "completion_tokens": self.num_output,
-            "total_tokens": total,
-        }
+        given, made = self.num_prompt, self.num_output
+        return {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
 
 
 def id_of(session: RealtimeSession) -> str:
