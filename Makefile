@@ -11,7 +11,7 @@
 #   make attack       hostile requests, files and connections against a server, one after the other (tests/attacks)
 #   make clients      real clients (openai, langchain, lm-eval, ...) against a server, as far as the registry has them
 #   make sanitize     the CPU's kernels under the address and undefined-behaviour sanitizers (two minutes)
-#   make soak         ten minutes of random load on a server, two of adapters, one of vectors, two of sound, two of faults for each layout; ARGS="--seconds 60" for less
+#   make soak         ten minutes of random load on a server, two of adapters, one of vectors, two of sound, two of pictures, two of faults for each layout; ARGS="--seconds 60" for less
 #   make docs         the documentation as a site with search, into site/ (it opens without a server)
 #   make wheel        dist/quire-*.whl with the kernels inside, for machines with the same architecture (two minutes)
 #   make install      only make .venv, to run Quire; make install-dev: also to test it
@@ -122,6 +122,7 @@ soak: install-dev
 	$(BIN)/python tests/processes/soak_adapters.py $(ARGS)
 	$(BIN)/python tests/processes/soak_pooling.py $(ARGS)
 	$(BIN)/python tests/processes/soak_sound.py $(ARGS)
+	$(BIN)/python tests/processes/soak_pictures.py $(ARGS)
 	$(BIN)/python tests/processes/soak_faults.py $(ARGS)
 
 check: install-dev

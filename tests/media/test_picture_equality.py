@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -254,6 +255,18 @@ def test_a_prompt_that_attends_in_both_directions(engine, checkpoint):
         with pytest.raises(ValidationError, match=r"65 tokens, a step at most 64 \(--max-num-batched-tokens\)"):  # fmt: skip
             llm.generate([given("paligemma", "@" + "a" * 46, pictures)], GREEDY, use_tqdm=False)
         assert tokens(llm, "<s>text")
+
+
+def test_a_chat_of_paligemma_with_the_template_of_the_page(engine):
+    page = (Path(__file__).parents[2] / "docs/multimodal.md").read_text()
+    template = page.partition("```jinja\n")[2].partition("```")[0].strip()
+    parts = [{"type": "text", "text": "caption en"}, {"type": "image_pil", "image_pil": picture(1)}]
+    prompt = {"prompt": "<image>caption en", "multi_modal_data": {"image": picture(1)}}
+    with engine("paligemma") as llm:
+        (chat,) = llm.chat([{"role": "user", "content": parts}], GREEDY, use_tqdm=False, chat_template=template)  # fmt: skip
+        (plain,) = llm.generate([prompt], GREEDY, use_tqdm=False)
+    assert chat.prompt_token_ids == plain.prompt_token_ids
+    assert chat.outputs[0].token_ids == plain.outputs[0].token_ids
 
 
 @pytest.mark.parametrize("kind", ["llava", "gemma3", *(pytest.param(kind, marks=SLOW) for kind in ("qwen2_vl", "idefics3", "qwen3_vl", "gemma4_both_ways", "paligemma"))])  # fmt: skip
