@@ -81,6 +81,23 @@ GEMMA4: dict[str, Any] = {
     "engine": {"max_num_batched_tokens": 320},
 }  # fmt: skip
 CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "llama4": {
+        "config": {
+            "text_config": {
+                "model_type": "llama4_text", **TEXT, "head_dim": 16, "intermediate_size_mlp": 80, "num_local_experts": 4,
+                "num_experts_per_tok": 1, "attention_chunk_size": 256, "layer_types": ["chunked_attention", "full_attention"],
+                "no_rope_layers": [1, 0],
+            },
+            "vision_config": {
+                "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
+                "patch_size": 7, "vision_output_dim": 48, "projector_input_dim": 48, "projector_output_dim": 48,
+            },
+            "image_token_index": AT["<|patch|>"], "boi_token_index": AT["<|image_start|>"], "eoi_token_index": AT["<|image_end|>"],
+        },
+        "processor": {"processor_class": "Llama4Processor", "patch_size": 7},
+        "preprocessor": {"image_processor_type": "Llama4ImageProcessor", "size": CROP, "max_patches": 4},
+        "placeholder": "<|image|>",
+    },
     "llava": {
         "config": {
             "text_config": {"model_type": "llama", **TEXT}, "vision_config": CLIP, "image_token_index": 3,
@@ -392,6 +409,8 @@ def video_placeholder(made: dict[str, Any]) -> str:
 
 @cache
 def transformers_model(path: str) -> Any:
+    # Llama 4 of Transformers 5.24 reads a field of its language model's output that this does not have.
+    transformers.modeling_outputs.MoeCausalLMOutputWithPast.image_outputs = None
     found = transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
     return found.eval()
 

@@ -123,7 +123,7 @@ def _read(resolved: Resolved) -> VisionModel:
     text = language_config(config)
     width = int(text.get("hidden_size") or resolved.hf_config.get("hidden_size") or 4096)
     options = resolved.config.media.mm_processor_kwargs
-    rows, patches = _sizes(family, config, tower, merge, _image_settings(resolved.path) | options)
+    rows, patches = _sizes(family, config, tower, merge, image_settings(resolved.path) | options)
     hidden = int(tower.get("hidden_size") or tower.get("embed_dim") or 1024)
     inner = int(tower.get("intermediate_size") or 4 * hidden)
     both_ways = str(family.get("both_ways", ""))
@@ -181,7 +181,8 @@ def _sizes(
         rows = int(config.get("vision_soft_tokens_per_image") or most)
         rows = int(settings.get("max_soft_tokens") or rows)
         return rows, rows * int(tower.get("pooling_kernel_size") or 1) ** 2
-    shrink = int(config.get("scale_factor") or round(1 / (config.get("downsample_ratio") or 1)))
+    ratio = config.get("downsample_ratio") or tower.get("pixel_shuffle_ratio") or 1
+    shrink = int(config.get("scale_factor") or round(1 / ratio))
     shrink = int(config.get("spatial_merge_size") or shrink)
     tiles = int(family.get("tiles", 1))
     if tiles > 1 and (most := settings.get("max_patches")):
@@ -194,7 +195,8 @@ def _sizes(
     )
 
 
-def _image_settings(path: str) -> dict[str, Any]:
+def image_settings(path: str) -> dict[str, Any]:
+    """Of the checkpoint's image processor."""
     says = read_object(Path(path) / PROCESSOR_FILES[0])
     return dict(says or read_object(Path(path) / PROCESSOR_FILES[1]).get("image_processor") or {})
 

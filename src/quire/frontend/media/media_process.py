@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from quire.frontend.media.llama4_pictures import Llama4Pictures
 from quire.frontend.media.media_messages import (
     Hear,
     LoadProcessor,
@@ -38,6 +39,7 @@ from quire.frontend.media.sound_messages import Decode, Decoded, SoundRefused
 from quire.frontend.media.sound_process import answer_to as sound_answer
 from quire.frontend.media.sound_tensors import prepare_for_sound, rate_of, sound_tensors
 from quire.models.json_files import read_object
+from quire.models.vision import image_settings
 from quire.processes.child import leave_signals_to_parent
 from quire.processes.isolated_child import ProcessEnded, receive, send
 from quire.protocol.media import AUDIO, IMAGE
@@ -90,7 +92,10 @@ def load_processor(folder: str, kinds: Sequence[str] = (IMAGE,), tokenizer: str 
         "tokenizer": lambda: AutoTokenizer.from_pretrained(tokenizer or folder, local_files_only=True),
     }  # fmt: skip
     if IMAGE in kinds:
-        parts["image_processor"] = lambda: AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)  # fmt: skip
+        if kind.__name__ == "Llama4Processor":
+            parts["image_processor"] = lambda: Llama4Pictures(image_settings(folder))
+        else:
+            parts["image_processor"] = lambda: AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)  # fmt: skip
     if AUDIO in kinds:
         prepare_for_sound(kind.__name__)
         extractor = lambda: AutoFeatureExtractor.from_pretrained(folder, local_files_only=True)  # noqa: E731
@@ -105,6 +110,7 @@ def load_processor(folder: str, kinds: Sequence[str] = (IMAGE,), tokenizer: str 
     own = {
         "_get_arguments_from_pretrained": classmethod(arguments),
         "check_argument_for_proper_class": lambda self, name, value: type(value),
+        "__repr__": object.__repr__,  # Transformers' writes the parts as JSON
     }
     made: Any = type(kind.__name__, (kind,), own)
     return made.from_pretrained(folder, local_files_only=True)

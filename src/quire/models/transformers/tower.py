@@ -101,7 +101,10 @@ class TransformersTower:
         features = self._method("get_video_features" if VIDEO_PIXELS in given else "get_image_features")  # fmt: skip
         output = features(**given, return_dict=True)
         inner = getattr(output, "deepstack_features", None) or ()
-        return torch.cat([rows_of(output.pooler_output), *map(rows_of, inner)], -1)
+        rows_ND = output.pooler_output
+        if rows_ND is None:  # some wrappers project later
+            rows_ND = self.model.multi_modal_projector(output.last_hidden_state.flatten(0, 1))
+        return torch.cat([rows_of(rows_ND), *map(rows_of, inner)], -1)
 
     def _heard(self, given: dict[str, Tensor], num_rows: int) -> Tensor:
         """What the wrapper puts in the place of a sound's tokens. One other token is before them: some wrappers see no sound in
