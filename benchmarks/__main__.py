@@ -28,6 +28,10 @@ KINDS = {
         "the speed of speculative decoding, beside the same engine without",
     ),
     "lora": ("lora", "the speed of LoRA adapters, beside the same engine without"),
+    "picture-clients": (
+        "picture_clients",
+        "requests/s of 16 clients that send pictures, beside other servers",
+    ),
     "pictures": ("pictures", "TTFT of text requests beside 64 requests with pictures"),
     "towers": ("vision_towers", "vision towers beside Transformers'"),
     "ranks": ("ranks", "the exchange of ranks beside gloo, and the host's part of their step"),

@@ -93,12 +93,12 @@ async def _measured(given: argparse.Namespace) -> dict[str, list[Turn]]:
     found: dict[str, list[Turn]] = {name: [] for name in TURNS}
     draw = random.Random(0)
     async with serving_cost.started("quire", command, model) as running:
-        warm = [_picture_body(running.model, draw, given) for _ in range(2)]
+        warm = [body(running.model, draw, given) for _ in range(2)]
         await _pictures(running, warm)
         for _ in range(given.rounds):
             for name in TURNS:
                 count = given.pictures if name == "beside" else 0
-                bodies = [_picture_body(running.model, draw, given) for _ in range(count)]
+                bodies = [body(running.model, draw, given) for _ in range(count)]
                 texts = [_text(draw, given.output_len) for _ in range(given.texts)]
                 found[name].append(turn := await _turn(running, texts, bodies, given.rate))
                 print(f"{name}: {turn.row()}", flush=True)
@@ -136,7 +136,7 @@ def _text(draw: random.Random, output: int) -> BenchPrompt:
     return BenchPrompt(text, len(text), output)
 
 
-def _picture_body(model: str, draw: random.Random, given: argparse.Namespace) -> bytes:
+def body(model: str, draw: random.Random, given: argparse.Namespace) -> bytes:
     """A chat with a picture of noise, whose JPEG is about a byte for each pixel."""
     from PIL import Image
 
@@ -145,8 +145,8 @@ def _picture_body(model: str, draw: random.Random, given: argparse.Namespace) ->
     Image.fromarray(noise).save(file, "JPEG", quality=92)
     url = f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is in this picture?"}]  # fmt: skip
-    body = {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": given.output_len, "temperature": 0.0, "ignore_eos": True}  # fmt: skip
-    return json.dumps(body).encode()
+    asked = {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": given.output_len, "temperature": 0.0, "ignore_eos": True}  # fmt: skip
+    return json.dumps(asked).encode()
 
 
 def checkpoint(path: Path) -> Path:

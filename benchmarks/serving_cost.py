@@ -78,11 +78,9 @@ def main(argv: Sequence[str]) -> int:
     add("--out", type=Path, help="folder for the result; unset: print only")
     given = parser.parse_args(argv)
     try:
-        servers = [(*_named(f"{QUIRE} {given.flags}"), given.model)]
-        for peer in given.peer:
-            if peer in KNOWN:
-                peer += f"={KNOWN[peer].format(peers=shlex.quote(str(given.peers)))}"
-            servers.append((*_named(peer), _folder(given.model)))
+        servers = [(*named(f"{QUIRE} {given.flags}"), given.model)]
+        folder = _folder(given.model) if given.peer else ""
+        servers += [(*named(known(peer, given.peers)), folder) for peer in given.peer]
         rounds = [
             (name, asyncio.run(_one_server(name, command, model, given)))
             for _ in range(given.rounds)
@@ -95,7 +93,13 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _named(text: str) -> tuple[str, str]:
+def known(peer: str, peers: Path) -> str:
+    """`--peer` with its command."""
+    return f"{peer}={KNOWN[peer].format(peers=shlex.quote(str(peers)))}" if peer in KNOWN else peer
+
+
+def named(text: str) -> tuple[str, str]:
+    """The name and the command of NAME=COMMAND. Raises ConfigError."""
     name, equals, command = text.partition("=")
     if not equals or "{port}" not in command:
         raise ConfigError(

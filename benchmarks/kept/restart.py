@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.kept.engines import KeptEngine, Model, engine
+from benchmarks.kept.llama_slots import LlamaSlots
 from quire.kvstore.disk import DiskStore
 from quire.kvstore.record import record_size
 from quire.kvstore.segments import heads, identities, segments_in
@@ -23,10 +24,15 @@ WARM = 24
 
 
 def measure(
-    model: Model, folder: Path, length: int, rounds: int, more: dict[str, Any]
+    model: Model,
+    folder: Path,
+    length: int,
+    rounds: int,
+    more: dict[str, Any],
+    slots: LlamaSlots | None = None,
 ) -> dict[str, Any]:
     """Each round is a new engine, which answers a kept prompt and a new one, in turns first. It writes nothing: the folder is filled
-    before."""
+    before. With `slots` it is also a new llama.cpp, which restores the kept prompt from a slot's file."""
     settings = {"max_model_len": length + 16, "max_num_seqs": 2, "kv_disk_dir": str(folder), **more}
     (kept,) = model.prompts("kept", 1, length)
     with engine(model, kv_disk_write="always", **settings) as one:
@@ -36,6 +42,9 @@ def measure(
         num_bytes = one.count("kv_store_bytes:disk")
     seconds: dict[str, list[float]] = {"from disk": [], "computed": []}
     equal = True
+    if slots is not None:
+        slot_computed, slot_token = slots.first_token(kept)
+        seconds["llama.cpp's slot"] = []
     for number in range(rounds):
         prompts = {"from disk": [kept], "computed": model.prompts(f"fresh {number}", 1, length)}
         with engine(model, kv_disk_write="second-use", **settings) as one:
@@ -45,7 +54,12 @@ def measure(
                 seconds[name].append(first)
                 equal &= name == "computed" or tokens == [expected]
             loaded = one.count("kv_cached_tokens:disk")
-    return {
+        if slots is not None:
+            first, token = slots.first_token(kept)
+            seconds["llama.cpp's slot"].append(first)
+            equal &= token == slot_token
+    own: dict[str, Any] = {} if slots is None else {"llama_computed_s": slot_computed}
+    return own | {
         "prompt_tokens": length, "bytes": num_bytes, "loaded_tokens": loaded, "equal_tokens": equal,
         "first_answer_s": computed, "seconds": seconds, "disk": read_rates(folder, rounds),
     }  # fmt: skip

@@ -48,6 +48,10 @@ def main(argv: Sequence[str]) -> int:
     add("--swap-lengths", nargs=2, type=int, default=[320, 160], metavar=("PROMPT", "OUTPUT"))
     add("--steps", type=int, default=240, metavar="N", help="of unused")
     add("--rounds", type=int, default=3, metavar="N")
+    add(
+        "--slots", action="store_true", help="restart: also llama.cpp, which restores a slot's file"
+    )
+    add("--peers", type=Path, default=Path(".cache/peers"), help="folder of the peers' environments")  # fmt: skip
     given = parser.parse_args(argv)
     folder = given.folder or Path(tempfile.mkdtemp(prefix="quire-kept-"))
     try:
@@ -63,11 +67,13 @@ def main(argv: Sequence[str]) -> int:
 
 def measure(name: str, given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from benchmarks.kept import crash, restart, swap
+    from benchmarks.kept.llama_slots import LlamaSlots
 
     model, (length, output) = _model(given), given.swap_lengths
     cache = {"kv_cache_memory_bytes": 4 << 30} if given.model is None else {"kv_cache_memory_bytes": 64 << 20}  # fmt: skip
     sections: dict[str, Callable[[], dict[str, Any]]] = {
-        "restart": lambda: restart.measure(model, folder / "restart", given.prompt, given.rounds, cache | _longer(model, given.prompt)),
+        "restart": lambda: restart.measure(model, folder / "restart", given.prompt, given.rounds, cache | _longer(model, given.prompt),
+                                           LlamaSlots(given, folder / "slots", given.prompt) if given.slots else None),
         "swap": lambda: swap.measure(model, given.rows, length, output, given.rounds, {}),
         "unused": lambda: restart.unused(model, folder, max(given.rows // 2, 1), given.steps, {"kv_cache_memory_bytes": 512 << 20} if given.model is None else cache),
         "crash": lambda: crash.measure(model, given.rows, given.rounds, ["--kv-cache-memory-bytes", str(cache["kv_cache_memory_bytes"])]),
@@ -105,6 +111,15 @@ def table(found: dict[str, Any]) -> str:
         disk, computed = (median(part["seconds"][name]) for name in ("from disk", "computed"))
         row(f"first token of {part['prompt_tokens']} tokens, from disk after a restart", f"{disk:.2f} s", f"{computed:.2f} s",
             f"{computed / disk:.1f}x sooner", "10x", "computed")  # fmt: skip
+        if slot := part["seconds"].get("llama.cpp's slot"):
+            row(
+                "the same",
+                f"{disk:.2f} s",
+                f"{median(slot):.2f} s",
+                f"{median(slot) / disk:.2f}x sooner",
+                "> 1x",
+                "llama.cpp's slot",
+            )
         store, direct = (median(part["disk"][name]) / 1e9 for name in ("store", "O_DIRECT"))
         row("reads of the folder, with checks", f"{store:.2f} GB/s", f"{direct:.2f} GB/s", f"{store / direct:.0%}", "80 %", "O_DIRECT")  # fmt: skip
     if part := found.get("swap"):
