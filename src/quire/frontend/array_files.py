@@ -8,7 +8,6 @@ Shape suffixes: N rows, D features.
 
 from __future__ import annotations
 
-import base64
 import binascii
 import io
 import math
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pybase64
 
 MOST_HEADER = 4096
 """Bytes of a file's header, and of what base64 adds to it. A file has one array."""
@@ -95,7 +95,7 @@ def matrix_in(text: str, most_rows: int, size: int) -> Matrix:
 def _decoded(text: str) -> bytes:
     """Raises MatrixError: it is no base64."""
     try:
-        return base64.b64decode(text, validate=True)
+        return pybase64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         raise MatrixError(f"is not base64; {REMEDY}") from None
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from urllib.parse import unquote, urljoin, urlsplit
 
+import pybase64
+
 from quire import env
 from quire.config.media import MediaConfig
 from quire.frontend.media.addresses import check_domain, read_url, resolve
@@ -26,8 +28,7 @@ from quire.protocol.media import AUDIO, VIDEO
 
 MIB = 1 << 20
 MOST_DATA_HEAD = 256  # characters of a data: URL before the base64
-SHORT = 1 << 16  # characters of a data: URL that the event loop decodes itself
-PIECE = 1 << 20  # characters that are decoded at once: meanwhile no other thread runs
+SHORT = 1 << 22  # characters of a data: URL that the event loop decodes itself, in less than 1 ms
 MOST_REDIRECTS = 3
 TIMEOUTS = {VIDEO: "VIDEO_FETCH_TIMEOUT", AUDIO: "AUDIO_FETCH_TIMEOUT"}
 """By kind of the slowest item: its deadline."""
@@ -162,7 +163,7 @@ def _is_there(task: asyncio.Task[File]) -> bool:
 
 
 def decode_data_url(url: str, where: str, room: Room) -> File:
-    """The file in a data: URL. Decodes piece by piece, so that it holds no other thread up.
+    """The file in a data: URL.
 
     Raises:
         ValidationError: it is no data: URL with base64, or has too many bytes.
@@ -172,17 +173,8 @@ def decode_data_url(url: str, where: str, room: Room) -> File:
         raise refused(
             where, "a data: URL must be data:image/png;base64,... with the file in base64"
         )
-    count = len(url) - comma - 1
-    size = count // 4 * 3 - (url.endswith("=") + url.endswith("=="))
+    size = (len(url) - comma - 1) // 4 * 3 - (url.endswith("=") + url.endswith("=="))
     room.take(max(size, 0), where)
-    file = bytearray(max(size, 0))
     with suppress(binascii.Error, ValueError):
-        if count % 4:
-            raise ValueError
-        for start in range(0, count, PIECE):
-            piece = binascii.a2b_base64(url[comma + 1 + start : comma + 1 + start + PIECE], strict_mode=True)  # fmt: skip
-            if len(piece) != min(PIECE // 4 * 3, size - start // 4 * 3):  # "=" before the end
-                raise ValueError
-            file[start // 4 * 3 : start // 4 * 3 + len(piece)] = piece
-        return file
+        return pybase64.b64decode(memoryview(url.encode("ascii"))[comma + 1 :], validate=True)
     raise refused(where, "this is not valid base64")

@@ -13,7 +13,6 @@ Shape suffixes: N samples.
 from __future__ import annotations
 
 import asyncio
-import base64
 import binascii
 import time
 from contextlib import suppress
@@ -22,6 +21,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
+import pybase64
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from quire.errors import QuireError
@@ -181,7 +181,7 @@ class RealtimeSession:
 
     def append(self, audio: Any) -> None:
         try:
-            data = base64.b64decode(audio, validate=True) if isinstance(audio, str) else b""
+            data = pybase64.b64decode(audio, validate=True) if isinstance(audio, str) else b""
         except (binascii.Error, ValueError):
             data = b""
         if not data or len(data) % 2:
