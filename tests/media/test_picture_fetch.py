@@ -196,17 +196,15 @@ def test_files_of_other_places_and_hosts_are_refused(folder):
 
 
 # -- data: URLs -----------------------------------------------------------------------------------
-def test_data_urls_at_the_borders_of_a_piece(monkeypatch):
-    """Every length of a file near a piece's end, with and without padding."""
-    monkeypatch.setattr("quire.frontend.media.fetch.PIECE", 16)
+def test_data_urls_of_every_short_length():
+    """With and without padding."""
     for size in range(40):
         file = os.urandom(size)
         assert fetch(data_url(file)) == [file]
 
 
 @pytest.mark.parametrize("text", ["abc", "abcde", "ab=c", "abc=abcd" * 4, "@@@@", "ab c", "abcd\n", "====", "=", "a==="])  # fmt: skip
-def test_what_is_no_base64_is_refused(text, monkeypatch):
-    monkeypatch.setattr("quire.frontend.media.fetch.PIECE", 16)
+def test_what_is_no_base64_is_refused(text):
     assert "not valid base64" in refused(f"data:image/png;base64,{text}")
 
 
