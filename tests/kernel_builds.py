@@ -1,7 +1,6 @@
 """The builds of the CPU kernels that this machine runs, as parameters of tests.
 
-To compile one takes 45 s of processor time. `make test` runs the best build of this machine and AVX2, which most other machines
-have; the others are slow.
+To compile one takes 45 s of processor time. `make test` runs the best build of this machine; the others are slow.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ import pytest
 from quire.ops.cpu import bindings, build, isa
 
 NAMES = [each.name for each in isa.usable()]
-QUICK = [name for name in NAMES if name in (NAMES[0], "avx2")]
 BUILDS = [
-    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NAMES
+    pytest.param(name, marks=() if name == NAMES[0] else pytest.mark.slow) for name in NAMES
 ]  # fmt: skip
 
 

@@ -164,7 +164,7 @@ def test_a_server_is_started_loaded_and_stopped(capsys: pytest.CaptureFixture[st
     with pytest.raises(QuireError, match=r"(?s)no did not start.*ZeroDivision"):
         asyncio.run(fail())
     with pytest.raises(ConfigError, match="NAME=COMMAND"):
-        serving_cost._named("vllm serve")
+        serving_cost.named("vllm serve")
 
 
 def test_the_whole_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

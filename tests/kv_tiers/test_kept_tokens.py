@@ -56,7 +56,7 @@ def flat(found: Answer) -> Answer:
     return [(tokens, [v for values in logprobs for v in values]) for tokens, logprobs in found]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_the_same_tokens_after_a_restart(
     family: str, checkpoint: Callable[..., str], tmp_path: Path
@@ -75,7 +75,7 @@ def test_every_family_has_the_same_tokens_after_a_restart(
         one.client.core.scheduler.check()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("family", ["qwen3", pytest.param("gemma3_text", marks=pytest.mark.slow)])
 def test_every_schedule_has_the_same_tokens(

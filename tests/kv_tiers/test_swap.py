@@ -79,6 +79,7 @@ def path_of(kind: str, checkpoint: Callable[..., str], folder: Path, patch: Any)
     return path
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "depth", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
 )

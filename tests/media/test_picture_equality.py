@@ -75,7 +75,7 @@ def passes(llm: Any) -> int:
     return vision_checkpoints.encoder_passes(llm) - int(llm.passes_before)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kind", "impl"), [*((kind, "auto") for kind in KINDS), *((kind, "transformers") for kind in CORE)])  # fmt: skip
 def test_tokens_and_logits_are_those_of_transformers(
     kind, impl, engine: Callable[..., Any], checkpoint

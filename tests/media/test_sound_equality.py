@@ -91,7 +91,7 @@ def test_tokens_and_logits_are_those_of_transformers(
         assert abs(entry.logprob - float(logprobs_V[token])) < 1e-3
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("chunk", [1, 5, 16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_may_end_inside_a_sound(kind, chunk, engine, checkpoint):

@@ -58,7 +58,7 @@ def in_pieces(runner: Runner, texts: list[list[int]], seed: int, most: int) -> l
     return [torch.cat(parts) for parts in got]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.name.replace(" ", "-")) for c in CASES])
 def test_logits_equal_transformers(case: Case, tmp_path: Path) -> None:
     """Whole, in pieces of any size, beside others, over scattered blocks; and all of these to the same bits."""

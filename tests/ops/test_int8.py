@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from quire.quantization.int8 import Int8Weight, quantize
-from tests.kernel_builds import BUILDS, QUICK, kernels_of
+from tests.kernel_builds import BUILDS, NAMES, kernels_of
 
 SHAPES = [(1, 64, 64), (3, 45, 128), (17, 128, 1024), (33, 96, 192), (200, 128, 576)]
 
@@ -51,7 +51,7 @@ def test_rows_of_zeros_stay_zeros() -> None:
     weight[5] = 0
     x = torch.zeros(2, 64).bfloat16()
     x[1] = 1
-    for kernels in (None, *(kernels_of(name) for name in QUICK[:1])):
+    for kernels in (None, *(kernels_of(name) for name in NAMES[:1])):
         y = Int8Weight.of(weight, False, kernels).multiply(x)
         assert not y[0].any()
         assert y[1, 5] == 0

@@ -127,6 +127,7 @@ def test_conversations_are_kept_searched_exported_deleted_and_imported(browser: 
 TURN = {"parent": -1, "ask": "hi", "answer": "x", "calls": [], "results": []}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("file", "reason"),
     [

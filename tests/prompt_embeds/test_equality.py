@@ -174,7 +174,7 @@ def of_texts() -> list[Any]:
         return outcomes(llm, TEXTS)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "layout",
     [

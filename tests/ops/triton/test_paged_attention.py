@@ -51,7 +51,7 @@ LENGTHS = [23, 1, 60]
 STEPS = ([(0, 20), (2, 33)], [(2, 26), (0, 1), (1, 1)], [(2, 1), (0, 1)])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_the_formula(kind: str) -> None:
     rows = rows_of(kind, LENGTHS)

@@ -185,8 +185,8 @@ class MediaHook(Hook):
             batch.embeddings.append((at_N, first_ND))
             if self.model.read_as is not None:
                 batch.token_ids_T[at_N] = self.model.read_as
-            for number, state_ND in enumerate(inner, 1):
-                batch.added_states.setdefault(number, []).append((at_N, state_ND))
+            for layer, state_ND in enumerate(inner, 1):
+                batch.added_states.setdefault(layer, []).append((at_N, state_ND))
 
     # -- positions --------------------------------------------------------------------------------
     def _set_positions(

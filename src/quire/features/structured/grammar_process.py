@@ -95,14 +95,17 @@ class GrammarForkServer:
     def _fork(self) -> GrammarProcess:
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
-            control, number = self._started(), next(self._numbers)
             try:
+                control, number = self._started(), next(self._numbers)
                 socket.send_fds(control, [ORDER.pack(FORK, number)], [theirs.fileno()])
             except OSError as error:
                 ours.close()
                 if self.close is not None:
                     self.close()
                 raise ProcessEnded(str(error)) from error
+            except BaseException:
+                ours.close()
+                raise
         return GrammarProcess(ours, control, number, self._words)
 
     def _started(self) -> socket.socket:
