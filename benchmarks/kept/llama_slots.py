@@ -24,6 +24,7 @@ class LlamaSlots:
 
     def __init__(self, given: argparse.Namespace, folder: Path, length: int):
         folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
         self.given = argparse.Namespace(
             **vars(given),
             scripts=Path("benchmarks/peers"),
@@ -39,7 +40,11 @@ class LlamaSlots:
         self.asked |= {"script": "run_llama_slots.py", "options": {"folder": str(folder)}}
 
     def first_token(self, prompt: list[int]) -> tuple[float, int]:
-        """Seconds of a new engine, and the token."""
+        """Seconds of a new engine, and the token. The slot's file is read from the disk, as Quire's folder is, not from the system's cache."""
+        for file in self.folder.iterdir():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         with started("llama.cpp with slots", self.asked, self.given) as engine:
             answer = engine.ask([prompt], 1)
         return answer["seconds"], answer["tokens"][0][0]
