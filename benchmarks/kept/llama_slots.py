@@ -13,7 +13,7 @@ ENGINE = ENGINES["llama-cpp"]
 
 
 class LlamaSlots:
-    """Engines with one folder of slots, each in a process of its own.
+    """Starts llama.cpp engines, one after the other, each in a new process; all keep their slots in one folder.
 
     Args:
         given: shape, cache and peers of the command.

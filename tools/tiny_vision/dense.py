@@ -40,8 +40,8 @@ def _kind(thing: Thing, across: float) -> str:
     return thing.kind[min(int((across + 0.5) * len(thing.kind)), len(thing.kind) - 1)]
 
 
-SLOT = 12  # rows of a thing
-NAME, PLACE = 4, 6  # of them for its kind and its place; the first is its colour
+SLOT = 12  # rows of a thing: the first for its colour
+NAME, PLACE = 4, 6  # of these 12 rows: for the thing's kind, and after them for its place
 
 
 class Captions:

@@ -151,7 +151,8 @@ class Helpers(nn.Module):
 
 
 class Batch(NamedTuple):
-    """Pictures and conversations about them. `rows`: where a picture's rows begin among its tokens."""
+    """Pictures, and conversations about the pictures. `rows`: the place of a picture's first row among the tokens of its
+    conversation, the same in all conversations."""
 
     pixels_BCHW: Tensor
     labels_BLN: Tensor
@@ -219,7 +220,7 @@ class Sight(nn.Module):
         return body.norm(x)
 
     def _of_answers(self, rows_BLD: Tensor, batch: Batch) -> Tensor:
-        # A token is predicted by the one before it in its conversation, which is the one before it in the row.
+        # Token i + 1 of a row is predicted from the hidden state of token i: both belong to the same conversation.
         weights = batch.weights_BT[:, 1:]
         asked = weights > 0
         hidden = self.hidden(rows_BLD, batch)[:, :-1][asked]

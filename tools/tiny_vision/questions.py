@@ -57,7 +57,7 @@ def describe(scene: Scene, rng: random.Random) -> Question:
 
 
 def count(scene: Scene, rng: random.Random) -> Question:
-    """Of shapes, of those of one kind, or of those of one colour."""
+    """How many shapes the scene has: all, all of one kind, or all of one colour."""
     if rng.random() < 0.4:
         what, found = "shape", scene.shapes
     elif rng.random() < 0.6:

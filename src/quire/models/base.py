@@ -40,7 +40,7 @@ class LanguageModel(nn.Module):
     adapters: AdapterTable | None = None
     """The loaded LoRA adapters; None: the server takes none."""
     encoders: Sequence[AdaptedEncoder] = ()
-    """What encodes pictures and sound for it, beside it, and takes adapters."""
+    """The towers that encode pictures and sound for this model; LoRA adapters may change them."""
     movable = True
     """Whether its weights may be moved to another device and back."""
 

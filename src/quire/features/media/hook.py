@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class PlacedItem(NamedTuple):
-    """An item whose tokens are [start, end) of its row. `key`: its digest."""
+    """A picture, video or sound in a request's row. The item has the tokens [start, end) of the row; `key` is the item's digest."""
 
     key: str
     kind: str

@@ -69,7 +69,7 @@ class PlainProcessor:
 def plain_processor(
     folder: str, kinds: Sequence[str], options: Mapping[str, Any]
 ) -> PlainProcessor | None:
-    """That of a checkpoint; None: its processor is another, so Transformers computes it.
+    """The plain processor of a checkpoint; None: the checkpoint has another kind of processor, so Transformers processes its pictures.
 
     `kinds`: of media that the model takes. `options`: that the server sets, which only Transformers knows.
     """
@@ -81,7 +81,7 @@ def plain_processor(
         return None
     if whole.keys() - OF_LLAVA or any(file.get(key) != NAMES[key] for file, key in ((pictures, "image_processor_type"), (whole, "processor_class"))):  # fmt: skip
         return None
-    # The tokenizer may say which token it is, which Transformers takes before what the processor says.
+    # The tokenizer may name the image token. Transformers then ignores the image token that the processor names.
     if "image_token" in tokenizer or "image_token" in (tokenizer.get("extra_special_tokens") or {}):
         return None
     return _read({key: value for key, value in pictures.items() if key not in NAMES}, whole)
