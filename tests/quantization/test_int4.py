@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from quire.quantization.group_quant import Grouped
 from quire.quantization.int4 import Int4Weight, quantize_groups, quantize_groups_by
 from quire.quantization.int8 import Int8Weight, quantize, quantize_by
-from tests.kernel_builds import BUILDS, QUICK, kernels_of
+from tests.kernel_builds import BUILDS, NAMES, kernels_of
 
 # rows, outputs, inputs, inputs of a group
 SHAPES = [
@@ -84,7 +84,7 @@ def test_rows_of_zeros_stay_zeros() -> None:
     x = torch.zeros(2, 64).bfloat16()
     x[1] = 1
     weight = quantize_groups(torch.ones(32, 64), 32)
-    for kernels in (None, *(kernels_of(name) for name in QUICK[:1])):
+    for kernels in (None, *(kernels_of(name) for name in NAMES[:1])):
         y = Int4Weight(weight, False, kernels).multiply(x)
         assert not y[0].any()
         assert (y[1] == 64).all()
