@@ -30,6 +30,7 @@ from kv_tiers.test_kept_tokens import COUNT, answers, computed, flat
 from kv_tiers.test_shared_blocks import sharing
 from parallel.thread_engine import split_engine
 
+from quire.cli import kv
 from quire.features.kv_tiers import feature, rates
 from quire.features.kv_tiers.copies import BlockCopies
 from quire.features.kv_tiers.hook import KVTierHook
@@ -123,8 +124,9 @@ def checked(one: Engine) -> None:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_the_same_tokens_after_a_restart(
-    family: str, model_of: Callable[[str], str], tmp_path: Path
+    family: str, model_of: Callable[[str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """And `quire kv ls` counts blocks and states apart."""
     settings = {**SETTINGS, **FAMILIES[family]}
     if settings.get("dtype") == "bfloat16" and best() is None:
         pytest.skip("in bfloat16 only the kernels keep bits apart")
@@ -143,6 +145,10 @@ def test_every_family_has_the_same_tokens_after_a_restart(
             checked(one)
             num_parts = len(gate_of(one).states.part_bytes)
             assert num_parts > 1 or family in ("hybrid", "recurrent gemma")
+            first, groups = gate_of(one).states.first_group, [group for group, _ in disk_of(one).index]  # fmt: skip
+    assert kv.main(["ls", str(tmp_path / "kv")]) == 0
+    num_blocks = sum(group < first for group in groups)
+    assert f" {num_blocks}, {groups.count(first)} recurrent states, " in capsys.readouterr().out
 
 
 SCHEDULES: dict[str, dict[str, Any]] = {

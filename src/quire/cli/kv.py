@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,6 +33,13 @@ class KeptModel:
     @property
     def identity(self) -> bytes:
         return bytes.fromhex(self.folder.name)
+
+    @property
+    def num_groups(self) -> int:
+        """KV groups of the model; records with this group and later ones are the parts of recurrent states."""
+        with suppress(ValueError):
+            return max(1, *map(len, json.loads(self.facts.get("ranks", ""))))
+        return 1 << 8
 
     @property
     def num_bytes(self) -> int:
@@ -99,12 +107,16 @@ def ls(options: argparse.Namespace) -> int:
         print(f"{options.folder} has no kept KV blocks")
         return 0
     for one in models:
-        blocks = sum(1 for segment in one.segments for _ in heads(segment.path, one.identity))
+        groups = Counter(
+            head.group for segment in one.segments for _, head in heads(segment.path, one.identity)
+        )
+        blocks = sum(count for group, count in groups.items() if group < one.num_groups)
+        states = f", {found} recurrent states" if (found := groups[one.num_groups]) else ""
         used = max((segment.used for segment in one.segments), default=0.0)
         rows = [
             ("model", one.facts.get("model", "?")),
             ("formats", f"{one.facts.get('dtype')}, KV cache {one.facts.get('kv_cache_dtype')}, blocks of {one.facts.get('block_size')} tokens"),
-            ("blocks", f"{blocks}, {size(one.num_bytes)} in {len(one.segments)} files"),
+            ("blocks", f"{blocks}{states}, {size(one.num_bytes)} in {len(one.segments)} files"),
             ("last used", time.strftime("%Y-%m-%d %H:%M", time.localtime(used)) if used else "never"),
         ]  # fmt: skip
         print(f"{one.folder.name}\n{table(rows)}\n")

@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -110,10 +111,10 @@ class KVTierHook(Hook):
             parts = {group: self._parts(group) for group in groups if group < self.first_part}
             for slot, group, block in copies.saves:
                 for place, part in self._places(slot, group, block, parts.get(group, ())):
-                    place.copy_(part)
+                    _copy(part, place)
             for slot, group, block in copies.loads:
                 for place, part in self._places(slot, group, block, parts.get(group, ())):
-                    part.copy_(place)
+                    _copy(place, part)
             for (
                 slot,
                 step,
@@ -150,3 +151,12 @@ class KVTierHook(Hook):
             for layer in layers
             for part in (layer.spec.cache[:1] if layer.spec.latent else layer.spec.cache)
         ]
+
+
+def _copy(source: Tensor, to: Tensor) -> None:
+    """Copy bytes. On a CPU by this thread alone: torch would share 32 KB and more between its threads, which wait for each other while
+    other threads read records."""
+    if source.device.type == to.device.type == "cpu":
+        np.copyto(to.numpy(), source.numpy())
+    else:
+        to.copy_(source)
