@@ -75,6 +75,7 @@ def test_page_shows_differences_and_failed_runs():
     assert "| a | 2 | 2 | 1 |" in text
 
 
+@pytest.mark.slow
 def test_a_small_run(tmp_path, capsys):
     words = [
         "quality",

@@ -157,6 +157,7 @@ def test_a_chat_ends_with_its_text():
     assert wire.asked[-1][1] == "/v1/chat/completions"
 
 
+@pytest.mark.slow
 def test_a_refused_connection_is_given_up_soon_unless_a_wait_is_given(monkeypatch, capsys):
     monkeypatch.setattr(run, "REFUSED_S", 0.1)
     began = time.monotonic()

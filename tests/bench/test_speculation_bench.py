@@ -18,6 +18,7 @@ from benchmarks.speculation_prompts import SOURCE, TASKS, tasks, texts, transcri
 SHAPE = Shape("few", 6, 160, 4, 2, 64, 96, 500)
 
 
+@pytest.mark.slow
 def test_the_transcribing_model_writes_the_named_answer_that_look_ups_guess(tmp_path: Path) -> None:
     folder = str(transcribing(SHAPE, tmp_path))
     for kind, least in {"quoting": 0.7, "editing": 0.3, "json": 0.2}.items():

@@ -27,7 +27,11 @@ def expected() -> list[list[int]]:
         return tokens(llm)
 
 
-@pytest.mark.parametrize("options", [{}, {"speculative_config": DRAFTS}], ids=["plain", "drafts"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"speculative_config": DRAFTS}, marks=pytest.mark.slow)],
+    ids=["plain", "drafts"],
+)
 def test_random_weights_become_those_of_the_checkpoint(options, expected):
     with LLM("quire-tiny", load_format="dummy", max_model_len=64, **options) as llm:
         assert tokens(llm) != expected

@@ -265,6 +265,7 @@ IN_CLIENTS = {"langchain_openai", "llama_index", "litellm", "pydantic_ai", "inst
 """Libraries of other blocks of docs/integrations.md, which tests/clients runs."""
 
 
+@pytest.mark.slow
 def test_the_programs_of_the_integrations_run(server: Served, capsys: pytest.CaptureFixture[str]):
     left = set()
     for block in blocks(ROOT / "docs" / "integrations.md", "python"):

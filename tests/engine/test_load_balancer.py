@@ -122,6 +122,7 @@ def test_without_moves_an_engine_idles() -> None:
     assert run(engines, [ToyFrontend(engines)], {0: lengths(1000, 1)}, 20_000, moves=False) > 50
 
 
+@pytest.mark.slow
 def test_nothing_drifts_in_three_days() -> None:
     """A burst each hour, between long silences. After 72 hours the requests are still spread evenly."""
     engines = [ToyEngine(), ToyEngine()]

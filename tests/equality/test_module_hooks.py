@@ -100,6 +100,7 @@ def test_a_hook_on_a_never_called_module_is_refused(one: Engine, name: str) -> N
     assert is_whole(one) == (best() is not None)
 
 
+@pytest.mark.slow
 def test_hooks_do_not_vanish_with_the_weights(one: Engine) -> None:
     before = tokens(one)
     handle = apply(one, lambda model: model.lm_head.register_forward_hook(lambda *_: None))

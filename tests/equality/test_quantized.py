@@ -21,7 +21,7 @@ COMPANY: list[dict[str, Any]] = [
 DTYPES = ["float32", *(["bfloat16"] if best() is not None else [])]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)  # int8 in float32, int4 in bfloat16
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_batching_changes_no_token(scheme: str, dtype: str, tmp_path: Path) -> None:

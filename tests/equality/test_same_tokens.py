@@ -45,7 +45,7 @@ def same(got: list[list[int]], want: list[list[int]]) -> None:
         assert mine == theirs, f"prompt {index}"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_tokens_equal_transformers(kind: str, checkpoint: Checkpoint) -> None:
     path = checkpoint(kind)

@@ -187,6 +187,7 @@ def test_a_stage_without_draws_has_no_further_model(
         assert [state["models"] for state in states] == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_restarted_engine_has_its_state(
     path: str, plain: list[list[int]], installed: None
 ) -> None:

@@ -171,6 +171,7 @@ def test_a_step_that_fails_while_blocks_are_copied(depth: int, checkpoint: Calla
         assert swapped(one) > 0
 
 
+@pytest.mark.slow
 def test_a_reset_of_the_cache_forgets_what_is_swapped(checkpoint: Callable[..., str]) -> None:
     path = checkpoint("qwen3")
     expected = flat(computed(path, PROMPTS))

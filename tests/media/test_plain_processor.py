@@ -89,6 +89,7 @@ def test_other_requests_are_for_transformers(folders: dict[str, str]):
     assert plain_processor(folders["tiny"], [IMAGE], {"do_resize": False}) is None
 
 
+@pytest.mark.slow
 def test_its_process_starts_for_the_first_picture_and_knows_options_later(folders: dict[str, str]):  # fmt: skip
     processes = MediaProcesses(folders["tiny"], count=1)
     try:

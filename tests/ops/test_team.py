@@ -66,6 +66,7 @@ print(names.count("quire-kernels"))
     assert (equal, helpers) == ("True", "1")
 
 
+@pytest.mark.slow
 def test_a_forked_process_computes_with_a_team_of_its_own() -> None:
     program = """
 compute()
@@ -79,6 +80,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), equal)
     assert result_of(program) == ["0", "True"]
 
 
+@pytest.mark.slow
 def test_a_team_larger_than_the_machine_gives_the_same_bits() -> None:
     program = """
 for threads in (3, 16, 2, 40, 1):

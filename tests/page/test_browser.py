@@ -359,6 +359,7 @@ def test_the_page_has_no_errors_and_no_foreign_requests(browser: Chromium, serve
     assert all(url.startswith((server.url, "data:")) for url in browser.asked())
 
 
+@pytest.mark.slow
 def test_prompts_that_the_server_does_not_show_are_not_offered(tmp_path_factory: pytest.TempPathFactory, browser: Chromium):  # fmt: skip
     with Served(make_checkpoint(tmp_path_factory.mktemp("open"), length=256)) as keyless:
         browser.open(keyless.url + "/")

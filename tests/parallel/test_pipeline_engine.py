@@ -63,6 +63,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("pipeline", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_answers_are_those_of_one_process(case: str, pipeline: int, checkpoint: str) -> None:

@@ -355,6 +355,7 @@ def test_a_suspension_of_the_supervisor_is_not_a_hang_of_workers(
     assert process.process.kill.called is not was_stopped
 
 
+@pytest.mark.slow
 def test_killing_the_parent_ends_all_workers(tmp_path: Path):
     server = Served(make_checkpoint(tmp_path), "--api-server-count", "2")
     try:

@@ -94,6 +94,7 @@ def cpu_ticks(pid: int) -> int:
     return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
 
 
+@pytest.mark.slow
 def test_a_dead_engine_disturbs_no_other(server: Served) -> None:
     """Its requests go on in the other; all are answered, and with the same text."""
     engines = [pid for pid in children(server.process.pid) if has_torch(pid)]

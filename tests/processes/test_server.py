@@ -153,6 +153,7 @@ def test_beams_are_the_likeliest_examined(server: Served):
     until(lambda: server.client.get("/load").json() == {"server_load": 0})
 
 
+@pytest.mark.slow
 def test_a_beam_search_ends_when_its_client_disconnects(server: Served):
     long = {"max_tokens": LONG, "ignore_eos": True}
     body = {"prompt": ["a"] * 8, "use_beam_search": True, "n": 4, **long}
@@ -361,6 +362,7 @@ def check_end(server: Served, end: Callable[[], None], code: int) -> None:
     sockets.bind(ServerConfig(host=host, port=int(port))).close()
 
 
+@pytest.mark.slow
 def test_a_second_sigterm_ends_a_server_at_once(checkpoint: str):
     def end() -> None:
         server.process.terminate()

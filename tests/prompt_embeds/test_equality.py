@@ -194,6 +194,7 @@ def test_python_prompts_in_every_layout(layout: dict[str, Any], of_texts: list[A
         assert outcomes(llm, mixture) == of_texts
 
 
+@pytest.mark.slow
 def test_after_sleep_and_with_n(of_texts: list[Any]) -> None:
     with LLM(**TINY, dtype="bfloat16", enable_prompt_embeds=True) as llm:
         asked = embedded(llm)

@@ -113,6 +113,7 @@ def test_a_model_is_quantized_while_loading(plain: Path, monkeypatch: pytest.Mon
     assert all(each.tensor.is_meta for each in weight_tensors(ours))
 
 
+@pytest.mark.slow
 def test_an_engine_produces_the_reference_tokens(
     plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

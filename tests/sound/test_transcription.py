@@ -306,6 +306,7 @@ def test_tokens_become_words(
 
 
 # -- attempts ---------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_a_text_that_cannot_be_trusted_is_drawn_again(server: SoundServer) -> None:
     """The same request has the same text, at whichever temperature it ends."""
     asked = {"language": "en", "response_format": "verbose_json"}

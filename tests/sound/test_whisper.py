@@ -172,6 +172,7 @@ def test_a_forced_prefix_is_the_same_as_one_in_the_prompt(
             assert found[: len(forced)] == forced
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 def test_adapters_of_encoder_and_decoder(path: str, expected: list[list[int]], tmp_path: Path) -> None:  # fmt: skip
     """Two and the base in one batch give the tokens of PEFT, and alone the same, with states in the cache and without."""

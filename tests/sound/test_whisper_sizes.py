@@ -47,6 +47,7 @@ def test_sizes(size: str, tmp_path: Path) -> None:
         assert plain["text"] == text_of(path, whisper.prefix(timestamps=False), False)
 
 
+@pytest.mark.slow
 def test_a_model_that_writes_english_only(tmp_path: Path) -> None:
     """Its prompt has neither language nor task."""
     path = whisper.make_whisper(tmp_path)

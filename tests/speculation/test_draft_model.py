@@ -63,7 +63,7 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> str:
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("dtype", "depth"),
     [("float32", 2), pytest.param("bfloat16", 1, marks=NATIVE), pytest.param("bfloat16", 2, marks=NATIVE)],

@@ -68,7 +68,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_checkpoint("mistral", folder, head_dim=32, intermediate_size=128)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)  # float32 at depth 1, bfloat16 at depth 3
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_drafts_never_change_an_answer(checkpoint: str, dtype: str, depth: int) -> None:

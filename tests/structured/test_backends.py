@@ -44,6 +44,7 @@ def test_an_unknown_name_is_refused_with_all_names():
         )
 
 
+@pytest.mark.slow
 def test_each_name_gives_the_same_tokens():
     forms = [
         Form(regex="[a-z]{3}-[0-9]{2}"),

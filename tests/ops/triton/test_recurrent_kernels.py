@@ -18,7 +18,9 @@ TILED = ("convolution of 4", "delta rule of 4 heads")  # the interpreter takes a
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="its inputs are on the host")
-@pytest.mark.parametrize("odd", [False, True], ids=["tiles", "other sizes"])
+@pytest.mark.parametrize(
+    "odd", [pytest.param(False, marks=pytest.mark.slow), True], ids=["tiles", "other sizes"]
+)
 def test_kernels_equal_the_definitions(odd: bool) -> None:
     rows = list(ROWS)
     """Sizes in tiles for some, other sizes for the rest."""
