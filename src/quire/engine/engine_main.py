@@ -45,8 +45,6 @@ log = get_logger(__name__)
 
 STATS_EVERY_S = 0.1
 LOOK_EVERY_S = 1.0
-COLLECT_AFTER = (20_000, 20, 50)
-"""Thresholds of gc: new objects, then collections of the younger generations; Python's default begins with 700."""
 
 
 class StopEngine(BaseException):
@@ -181,7 +179,6 @@ def serve(folder: Path, frontends: int, status: StatusWriter) -> None:
     # Freeze the objects built so far; otherwise a garbage collection would visit all of them in the middle of a step.
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*COLLECT_AFTER)
     threading.Thread(target=sockets.read_into, args=(core,), name="reader", daemon=True).start()
     sleep.restore_sleep_state(core.functions, sleep_file)
     status.send(ready)

@@ -8,7 +8,6 @@ to the supervisor (`http_supervisor.py`) that it is open, alive, or why it faile
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import sys
 from collections import Counter
@@ -23,7 +22,6 @@ from quire.config.engine import Resolved
 from quire.config.serialize import resolved_from_bytes
 from quire.engine.client import EngineClient
 from quire.engine.engine_launcher import EnginePlace, connect
-from quire.engine.engine_main import COLLECT_AFTER
 from quire.engine.engine_state import StateBoard
 from quire.errors import EngineDeadError, StartupError
 from quire.logging import configure
@@ -134,7 +132,6 @@ def main(words: list[str]) -> int:
     number, count, listener, status_fd, parent, again = map(int, words[:6])
     boards, folders = words[6 : 6 + len(words[6:]) // 2], words[6 + len(words[6:]) // 2 :]
     begin_child(f"server {number}", parent)
-    gc.set_threshold(*COLLECT_AFTER)
     resolved = resolved_from_bytes(sys.stdin.buffer.read())
     configure(f"server {number}", resolved.config.observe.log_level)
     if resolved.config.lora.enable_lora:

@@ -18,7 +18,6 @@ from quire.config.engine import EngineConfig
 from quire.config.parallel.data_parallel import check_data_parallel, num_http_processes
 from quire.engine.build import make_client
 from quire.engine.client import EngineClient
-from quire.engine.engine_main import COLLECT_AFTER
 from quire.engine.resolve import resolve_config
 from quire.errors import ConfigError
 from quire.frontend.parsers.model_formats import ModelFormats
@@ -26,6 +25,7 @@ from quire.frontend.startup import check_startup
 from quire.observe.buckets import checked
 from quire.observe.tracing import Tracer, tracer_of
 from quire.platforms.cpu_affinity import physical_cores
+from quire.processes.child import COLLECT_AFTER
 from quire.server.api_keys import ApiKeys
 from quire.server.process import tls
 from quire.server.process.command_line import hide_secrets
