@@ -16,7 +16,9 @@ from equality.engines import Engine, engine
 from parallel.thread_engine import split_engine
 from whisper_checkpoint import ID
 
+from quire.features.transcription import feature
 from quire.ops.cpu.bindings import best
+from quire.parallel.layout import RankLayout
 from quire.protocol.request import MediaItem
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.sound import SOUND, DecodingRules, Spectrogram, encode
@@ -135,6 +137,20 @@ def test_a_preempted_request_needs_no_second_encoding(
         assert counts["encoder_passes"] == len(numbers)
         assert counts["mm_cache_queries"] == len(numbers) + scheduler.count.preemptions
         assert len(scheduler.kv.pool.free) == blocks
+
+
+def test_the_memory_plan_counts_what_is_kept(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 6 windows the last 2 are kept; the plan has these, and one that a step encodes."""
+    monkeypatch.setattr(feature, "MOST_KEPT", 2)
+    with whisper_engine(path, 1, max_num_batched_tokens=whisper.STATES) as one:
+        run(one, path, [0, 1, 2, 3, 4, 5])
+        core: Any = one.client.core
+        hook = next(hook for hook in core.executor.worker.hooks if hook.name == "transcription")
+        window = hook.cache.num_bytes // 2
+        assert window == 4 * whisper.STATES * hook.encoder.conv2.weight.shape[0]
+        resolved = one.client.resolved  # type: ignore[attr-defined]
+        line, _ = feature.TranscriptionFeature(resolved).memory(RankLayout(), 0)
+        assert (line.name, line.num_bytes) == ("encoded sound", 3 * window)
 
 
 @pytest.mark.slow
