@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_engine import SMALL
 
 from quire import LLM
 from quire.frontend.media.errors import refused
@@ -20,12 +21,6 @@ if find_spec("PIL") is None:  # the extra "vision" is not installed
 else:
     import audio_checkpoints
     import vision_checkpoints
-
-SMALL: dict[str, Any] = {
-    "dtype": "float32", "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": 16,
-    "seed": 0,
-}  # fmt: skip
-
 
 MAX_PIXELS, MOST_ENGINES = 1 << 26, 3
 

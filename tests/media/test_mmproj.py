@@ -13,9 +13,9 @@ from typing import Any, cast
 
 import pytest
 import torch
-from conftest import SMALL
 from gguf import GGMLQuantizationType as Kind
 from mmproj_files import PROJECTORS, write_language_model, write_mmproj
+from small_engine import SMALL
 from test_picture_equality import COUNT, given, peer
 from vision_checkpoints import CHECKPOINTS, make_checkpoint, picture
 

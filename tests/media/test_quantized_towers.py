@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMALL
 from safetensors.torch import load_file, save_file
+from small_engine import SMALL
 from test_picture_equality import given, peer, tokens
 from vision_checkpoints import picture
 
