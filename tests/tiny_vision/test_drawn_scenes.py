@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import random
+import shutil
+import subprocess
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from itertools import pairwise
@@ -18,19 +21,20 @@ from tokenizers import Tokenizer
 from quire.models.checkpoint_locator import EMBEDDED
 from tools.tiny_model.published import text_weights
 from tools.tiny_model.train import load_weights, shape_of
-from tools.tiny_vision import export, train
+from tools.tiny_vision import export, merge, train
 from tools.tiny_vision.accuracy import held_out
 from tools.tiny_vision.batches import Wanted, batch
 from tools.tiny_vision.conversations import Conversations
-from tools.tiny_vision.dense import COLOUR_CLASSES, Captions, labels
+from tools.tiny_vision.dense import COLOUR_CLASSES, OWN, PLACES, Captions, labels, relations
 from tools.tiny_vision.dense import KINDS as SEEN
 from tools.tiny_vision.network import Batch, Eyes, Network, Sight
 from tools.tiny_vision.pictures import TINTS, draw
 from tools.tiny_vision.prompt_files import IMAGE, IMAGE_ID, with_image_token, with_pictures
 from tools.tiny_vision.questions import KINDS, Question, listed, place, questions
-from tools.tiny_vision.scenes import APART, COLOURS, Scene, Thing, scene
+from tools.tiny_vision.scenes import APART, COLOURS, SHAPES, Scene, Thing, scene
 
 MODEL = EMBEDDED / "quire-tiny"
+ROOT = Path(__file__).parents[2]
 SMALL = '{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}'  # fmt: skip
 SCENE = Scene(
     (
@@ -99,15 +103,51 @@ def test_answers():
 
 
 def test_what_the_tower_is_told(tokenizer: Tokenizer):
-    made = labels(SCENE, 8).reshape(8, 8, 3)
+    made = labels(SCENE, 8).reshape(8, 8, 4)
     assert SEEN[made[1, 1, 0]] == "circle"
-    assert SEEN[made[1, 7, 0]] == "2"
+    assert (SEEN[made[1, 6, 0]], made[1, 6, 3]) == ("4", 1)
+    assert (SEEN[made[1, 7, 0]], made[1, 7, 3]) == ("2", 2)
     assert (SEEN[made[4, 0, 0]], made[4, 0, 1], made[4, 0, 2]) == ("nothing", 0, 0)
     assert made[made != -100].max() < max(len(SEEN), COLOUR_CLASSES)
     told = tokenizer.decode(Captions(tokenizer, 64).caption(SCENE).tolist())
     assert told.startswith(" red circle")
     assert " orange 42" in told
     assert "2 cir" in told
+
+
+def test_what_the_rows_of_a_thing_hold_of_others():
+    """The blue square in the middle has a red circle on each side; there are two red shapes and a blue one."""
+    told = relations(SCENE)
+    of_square = dict(zip(OWN, told[len(OWN) : 2 * len(OWN)], strict=True))
+    blue, red = 1 + COLOURS.index("blue"), 1 + COLOURS.index("red")
+    circle, square = 1 + SHAPES.index("circle"), 1 + SHAPES.index("square")
+    assert of_square == {
+        "colour": blue, "kind": square, "place": 1 + PLACES.index("middle"), "left colour": red, "left kind": circle, "right colour": red,
+        "right kind": circle,
+    }  # fmt: skip
+    last = dict(zip(OWN, told[3 * len(OWN) : 4 * len(OWN)], strict=True))
+    assert (last["right colour"], last["right kind"]) == (0, 0)
+    counts = dict(zip(COLOURS, told[4 * len(OWN) :], strict=True))
+    assert counts == {**dict.fromkeys(COLOURS, 0), "red": 2, "blue": 1}
+
+
+TWO = """
+import torch
+from tools.tiny_vision.workers import Workers
+
+workers = Workers()
+weight = torch.nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16))
+weight.grad = torch.full_like(weight, 1.0 + workers.rank)
+workers.average([weight])
+print(workers.many, weight.grad.unique().tolist(), workers.most(workers.rank, 3.0 - workers.rank))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_same_step():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", sys.executable, "-c", TWO]  # fmt: skip
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert said.stdout.splitlines() == ["2 [1.5] [1.0, 3.0]"] * 2, said.stderr
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +198,35 @@ def test_conversations_beside_each_other_equal_each_alone(tokenizer: Tokenizer):
 
 def states(sight: Sight, made: object, rows_BLD: torch.Tensor) -> torch.Tensor:
     arrays = [torch.from_numpy(getattr(made, name))[None] for name in ("tokens_T", "weights_T", "positions_T", "mask_TT")]  # fmt: skip
-    return sight.hidden(rows_BLD, Batch(rows_BLD, rows_BLD, rows_BLD, *arrays, rows=made.rows))[0]  # type: ignore[attr-defined]
+    return sight.hidden(
+        rows_BLD, Batch(rows_BLD, rows_BLD, rows_BLD, rows_BLD, *arrays, rows=made.rows)
+    )[0]  # type: ignore[attr-defined]
+
+
+def test_rows_that_do_not_say_their_word_are_corrected(tokenizer: Tokenizer):
+    language = Network(shape_of(MODEL))
+    load_weights(language, MODEL)
+    sight = Sight(Eyes(), language)
+    table = language.model.embed_tokens.weight.detach()
+    caption = torch.from_numpy(Captions(tokenizer, 64).caption(SCENE))[None]
+    rows = 0.5 * table[caption]
+    rows[0, 3] = table[7]
+    made = sight.corrected(rows, caption)
+    assert caption[0, 3] != 7
+    torch.testing.assert_close(made[0, 3], table[caption[0, 3]])
+    made[0, 3] = rows[0, 3]
+    torch.testing.assert_close(made, rows)
+
+
+def test_batches_with_room_have_little_padding():
+    wanted = Wanted(MODEL / "tokenizer.json", IMAGE_ID, 64, 8, 6, 14, numbers=1.0, room=200)
+    made = batch(wanted, 3)
+    length = made.rows + 64 + 200
+    assert made.tokens_BT.shape == (6, length)
+    assert made.mask_BTT.shape == (6, length, length)
+    used = made.mask_BTT.sum(-1)[:, -60]
+    assert (used > 64).all(), "the last question begins before the last 60 places"
+    assert len({int(label) for label in made.labels_BLN[..., 0].flatten() if label > 4}) > 4
 
 
 def test_batches_follow_from_their_seed():
@@ -174,7 +242,7 @@ def test_train_go_on_and_publish(tmp_path: Path, capsys: pytest.CaptureFixture[s
         usual = dict(
             run=tmp_path / "run", language=MODEL, shape=SMALL, steps=1, decay=0.4, batch=2, questions=2, answers=0.0, dense=1.0,
             caption=1.0, matrix_rate=0.02, other_rate=2e-3, seed=1, save=100, measure=1, measured=2, threads=1, dtype="float32", text=0,
-            factors="{}", warm_up=60,
+            factors="{}", warm_up=60, kept=0.0, relations=0.0, reading=False, minutes=0.0, numbers=0.0, room=None, compile=False,
         )  # fmt: skip
         return Namespace(**usual | changes)
 
@@ -193,6 +261,35 @@ def test_train_go_on_and_publish(tmp_path: Path, capsys: pytest.CaptureFixture[s
     train.main(asked(steps=3, answers=1.0, text=256))
     export.export(tmp_path / "run", MODEL, tmp_path / "joint", "master")
     assert not same_language(tmp_path / "joint"), "it learns where texts are given"
+    two_parts(tmp_path, asked)
+
+
+def two_parts(folder: Path, asked: Callable[..., Namespace]) -> None:
+    """A tower that learns more digits and a language model that learns to read, each from the same run, go on together."""
+    before = weights_of(folder / "run")
+    for name, changes in {
+        "tower": dict(answers=0.0, kept=1.0, relations=1.0, numbers=1.0, caption=1.0, dense=1.0),
+        "language": dict(answers=1.0, text=256, reading=True, questions=6, room=160, caption=0.0, dense=0.0),
+    }.items():  # fmt: skip
+        shutil.copytree(folder / "run", folder / name)
+        train.main(asked(run=folder / name, steps=4, decay=0.1, **changes))
+    merge.main(folder / "run", folder / "tower", folder / "language", folder / "both")
+    tower, language, both = (weights_of(folder / name) for name in ("tower", "language", "both"))
+    for name, weight in before.items():
+        reads = name.startswith("language.")
+        assert torch.equal(both[name], (language if reads else tower)[name])
+        assert torch.equal(weight, (tower if reads else language)[name]), "each learns its own part"
+        assert weight.ndim < 2 or not torch.equal(weight, both[name])
+    state = torch.load(folder / "both" / "state.pt", weights_only=True)
+    assert (state["optimizer"]["steps"], state["pictures"]) == (5, 10), (
+        "3 steps of both, and one of each"
+    )
+    train.main(asked(run=folder / "both", steps=6, answers=1.0, text=256, caption=0.1, dense=0.1))
+    assert torch.load(folder / "both" / "state.pt", weights_only=True)["optimizer"]["steps"] == 6
+
+
+def weights_of(run: Path) -> dict[str, torch.Tensor]:
+    return torch.load(run / "state.pt", weights_only=True)["optimizer"]["master"]
 
 
 def same_language(folder: Path) -> bool:

@@ -37,6 +37,7 @@ FAMILIES: dict[str, tuple[Callable[[random.Random], Sample], float]] = {
     "honest": (skills.honest, 5),
     "count": (skills.count, 8),
     "schema": (schema_requests.extract, 75),
+    "schema_lists": (schema_requests.several, 10),
     "schema_tool": (schema_requests.call, 9),
     "invent": (schema_requests.invent, 14),
     "fact": (facts.fact, 14),
@@ -157,11 +158,13 @@ def batches(
     tokens: int,
     change: Callable[[Sample], Sample] = lambda sample: sample,
     factors: Mapping[str, float] | None = None,
+    spread: float = 1.3,
 ) -> Iterator[list[tuple[np.ndarray, np.ndarray, np.ndarray]]]:
     """Yield batches of some `tokens` tokens in parts: (tokens, loss weights, document numbers), one document a row, each [B, T].
 
     The documents of a part are of like length, so little is padding (document -1), and none sees another. One that is longer than
-    LONGEST is left out. `change` is done to each sample before it is rendered.
+    LONGEST is left out. `change` is done to each sample before it is rendered. `spread`: of the lengths in a part, longest by shortest;
+    a small batch wants a larger one, as each part costs a pass over all gradients.
     """
     drawn = samples(seed, held_out=False, factors=factors)
     while True:
@@ -171,14 +174,16 @@ def batches(
             if len(document[0]) <= LONGEST:
                 batch.append(document)
         batch.sort(key=lambda document: len(document[0]))
-        yield [_part(batch[begin:end]) for begin, end in _alike([len(ids) for ids, _ in batch])]
+        yield [
+            _part(batch[begin:end]) for begin, end in _alike([len(ids) for ids, _ in batch], spread)
+        ]
 
 
-def _alike(lengths: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield ranges of the ascending lengths in which the longest is at most 1.3 times the shortest, or 24 longer."""
+def _alike(lengths: list[int], spread: float) -> Iterator[tuple[int, int]]:
+    """Yield ranges of the ascending lengths in which the longest is at most `spread` times the shortest, or 24 longer."""
     begin = 0
     for at, length in enumerate(lengths):
-        if length > max(1.3 * lengths[begin], lengths[begin] + 24):
+        if length > max(spread * lengths[begin], lengths[begin] + 24):
             yield begin, at
             begin = at
     yield begin, len(lengths)

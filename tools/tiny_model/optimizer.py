@@ -51,7 +51,7 @@ class Optimizer:
         self.steps += 1
         for shape, names in self.stacks.items():
             self._muon(shape, names, factor * self.matrix_rate)
-        for name in self.second:
+        for name in self.second.keys() & self.parameters.keys():
             self._adam(name, factor * self.other_rate)
         keep = min(0.998, self.steps / (self.steps + 10))
         for name, p in self.parameters.items():
@@ -84,7 +84,7 @@ class Optimizer:
 
     @torch.no_grad()
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Go on from a saved state; what it has of other parameters is kept as it is."""
         for name, value in state.items():
             setattr(self, name, value)
         for name, p in self.parameters.items():

@@ -40,6 +40,7 @@ SHOWN = [
 ENDS = ["", "", "", "", "", " It was a sunny day.", " That is all.", " Please write soon.", " Thank you!"]  # fmt: skip
 MANY = ["items", "results", "data", "list", "entries"]
 PLURALS = {"person": ["people", "persons", "users"], "animal": ["animals", "pets"], "weather": ["cities", "reports"], "shopping": ["orders"], "words": ["lists"]}  # fmt: skip
+ALONE = ("shopping", "words", "recipe")  # these have lists themselves
 INVENTED = "person animal event product book contact".split()
 INVENT = ["Give me an example of {a_s}.", "Make up {a_s}.", "Invent {a_s}.", "Generate {a_s}.", "Create {a_s}.", "Give me {a_s}.", "Describe {a_s}.", "Generate a random {s}.", "Create an interesting {s}."]  # fmt: skip
 UNKNOWN = {str: "unknown", int: 0, float: 0, bool: False, list: []}
@@ -125,7 +126,7 @@ def extract(rng: random.Random) -> Sample:
             ("sentiment", "label", "opinion", "category"), opinion, ("positive", "negative")
         )
         return _sample(rng, "review", text, named(rng, [field]))
-    if draw < 0.16 and subject not in ("shopping", "words", "recipe"):
+    if draw < 0.16 and subject not in ALONE:
         text, made = _several(rng, subject)
         return _sample(rng, subject, text, made)
     text, fields = scenes.scene(rng, subject)
@@ -135,6 +136,13 @@ def extract(rng: random.Random) -> Sample:
         answer = schemas.pieces(made, keys=schemas.VALUE)
         return _made("schema", text, [{"role": "user", "content": request}], made, answer)
     made = _wrapped(rng, subject, named(rng, scenes.some(rng, fields)))
+    return _sample(rng, subject, text, made)
+
+
+def several(rng: random.Random) -> Sample:
+    """Sentences of one form, and a list of objects."""
+    subject = rng.choice([one for one in scenes.scenes() if one not in ALONE])
+    text, made = _several(rng, subject)
     return _sample(rng, subject, text, made)
 
 

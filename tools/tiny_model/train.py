@@ -49,9 +49,10 @@ class Batches:
         device: str,
         change: Callable[[Sample], Sample] = lambda sample: sample,
         factors: Mapping[str, float] | None = None,
+        spread: float = 1.3,
     ) -> None:
         self.device = device
-        self.drawn = corpus.batches(tokenizer, seed, tokens, change, factors)
+        self.drawn = corpus.batches(tokenizer, seed, tokens, change, factors, spread)
 
     def take(self) -> list[Part]:
         """Return the parts of the next batch."""

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from tools.tiny_vision.batches import Wanted
 from tools.tiny_vision.conversations import END, START, Conversations
+from tools.tiny_vision.dense import Captions
 from tools.tiny_vision.network import Batch, Sight
 from tools.tiny_vision.pictures import draw, pixels
 from tools.tiny_vision.questions import KINDS, Question
@@ -70,6 +71,7 @@ def accuracy(sight: Sight, wanted: Wanted, cases: list[Case]) -> Accuracy:
     found = Accuracy()
     tokenizer = Tokenizer.from_file(str(wanted.tokenizer))
     conversations = Conversations(tokenizer, sight.eyes.rows, wanted.image)
+    captions = Captions(tokenizer, sight.eyes.rows)
     dtype = next(sight.tower.parameters()).dtype
     for case in cases:
         made = conversations.arranged(conversations.ids(f"{START}user\n"), case.questions, random.Random(1), 0)  # fmt: skip
@@ -77,9 +79,12 @@ def accuracy(sight: Sight, wanted: Wanted, cases: list[Case]) -> Accuracy:
             torch.from_numpy(one)[None] for one in (made.tokens_T, made.weights_T, made.positions_T, made.mask_TT)
         )  # fmt: skip
         image = torch.from_numpy(pixels(case.picture, sight.eyes.image_size))[None].to(dtype)
-        batch = Batch(image, image, image, tokens, weights, places, mask, made.rows)
+        batch = Batch(image, image, image, image, tokens, weights, places, mask, made.rows)
         with torch.inference_mode():
             rows_BLD = sight.projector(sight.tower(image, 0)[1])
+            if sight.reading:
+                caption = torch.from_numpy(captions.caption(case.scene))[None]
+                rows_BLD = sight.corrected(rows_BLD, caption)
             said_T = sight.language.logits(sight.hidden(rows_BLD, batch)[0, :-1]).argmax(-1).numpy()
         for number, question in enumerate(case.questions, 1):
             own = (made.parts_T[1:] == number) & (made.weights_T[1:] > 0)

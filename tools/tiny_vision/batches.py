@@ -15,14 +15,15 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from tools.tiny_vision.conversations import Conversations
-from tools.tiny_vision.dense import Captions, labels
+from tools.tiny_vision.dense import Captions, labels, relations
 from tools.tiny_vision.pictures import draw, pixels
 from tools.tiny_vision.questions import questions
 from tools.tiny_vision.scenes import scene
 
 
 class Wanted(NamedTuple):
-    """`tokenizer`: its file. `image`: the token of a row. `questions`: of a picture; 0: none are arranged."""
+    """`tokenizer`: its file. `image`: the token of a row. `questions`: of a picture; 0: none are arranged. `numbers`: as `scene` has it.
+    `room`: tokens of a picture's questions; all pictures take as much, so that little is padding."""
 
     tokenizer: Path
     image: int
@@ -30,6 +31,8 @@ class Wanted(NamedTuple):
     patches: int
     pictures: int
     questions: int
+    numbers: float = 0.0
+    room: int | None = None
 
 
 class Arrays(NamedTuple):
@@ -38,6 +41,7 @@ class Arrays(NamedTuple):
     pixels_BCHW: np.ndarray
     labels_BLN: np.ndarray
     caption_BL: np.ndarray
+    relations_BN: np.ndarray
     tokens_BT: np.ndarray
     weights_BT: np.ndarray
     positions_BT: np.ndarray
@@ -53,14 +57,16 @@ def batch(wanted: Wanted, seed: int) -> Arrays:
         Captions(tokenizer, rows),
         Conversations(tokenizer, rows, wanted.image),
     )
-    scenes = [scene(rng) for _ in range(wanted.pictures)]
+    scenes = [scene(rng, numbers=wanted.numbers) for _ in range(wanted.pictures)]
     head = conversations.head(rng)
     made = [
-        conversations.arranged(head, questions(one, rng, wanted.questions), rng)
+        conversations.arranged(head, questions(one, rng, wanted.questions), rng, room=wanted.room)
         for one in scenes
         if wanted.questions
     ]
     length = max((len(one.tokens_T) for one in made), default=0)
+    if wanted.room is not None:
+        length = len(head) + rows + wanted.room
 
     def padded(array: np.ndarray) -> np.ndarray:
         return np.pad(array, [(0, length - size) for size in array.shape])
@@ -70,6 +76,7 @@ def batch(wanted: Wanted, seed: int) -> Arrays:
         np.stack([pixels(draw(one, rng), wanted.side) for one in scenes]),
         np.stack([labels(one, wanted.patches) for one in scenes]),
         np.stack([captions.caption(one) for one in scenes]),
+        np.stack([relations(one) for one in scenes]),
         np.stack([padded(one.tokens_T) for one in made] or [np.zeros(0, int)]),
         np.stack([padded(one.weights_T) for one in made] or [np.zeros(0)]),
         np.stack([padded(one.positions_T) for one in made] or [np.zeros(0, int)]),

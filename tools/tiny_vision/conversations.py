@@ -56,9 +56,10 @@ class Conversations:
         return self.ids(f"\n{START}user\n{text}{END}\n{START}assistant\n" if again else f"\n{text}{END}\n{START}assistant\n")  # fmt: skip
 
     def arranged(
-        self, head: list[int], questions: list[Question], rng: random.Random, follow_ups: float = FOLLOW_UPS
+        self, head: list[int], questions: list[Question], rng: random.Random, follow_ups: float = FOLLOW_UPS,
+        room: int | None = None,
     ) -> Arranged:  # fmt: skip
-        """`head`: the tokens before the picture."""
+        """`head`: the tokens before the picture. `room`: for the tokens of the questions and answers; one that does not fit is left out."""
         tokens = head + [self.image] * self.rows
         start = len(tokens)
         parents, ends = (
@@ -66,9 +67,12 @@ class Conversations:
             [start],
         )  # of each part: the part before it in its conversation, and its last position
         weights, positions, parts = [0.0] * start, list(range(start)), [0] * start
-        for number, one in enumerate(questions, 1):
+        for one in questions:
+            number = len(parents)
             parent = number - 1 if number > 1 and rng.random() < follow_ups else 0
             given, answer = self.asked(one.text, again=parent > 0), self.ids(one.answer + END)
+            if room is not None and len(tokens) - start + len(given) + len(answer) > room:
+                continue
             tokens += given + answer
             # Long answers are mostly form: their tokens count less, and short answers are learnt as soon.
             weights += [0.0] * len(given) + [len(answer) ** -0.5] * len(answer)

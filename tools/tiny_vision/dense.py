@@ -3,7 +3,8 @@
 The first layers learn from the patches what is where, and the last ones from the caption to gather it. Neither is published.
 Knows scenes and quire-tiny's tokens.
 
-Shapes: L patches or rows, N labels of a patch: kind, colour, rank from the left.
+Shapes: L patches or rows, N labels of a patch: kind, colour, rank from the left, and which
+digit of its number from the left.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from tools.tiny_vision.questions import place
 from tools.tiny_vision.scenes import COLOURS, MOST, SHAPES, Scene, Thing
 
 KINDS = ("nothing", *SHAPES, *"0123456789")
+DIGITS_FROM = 1 + len(SHAPES)
 KIND_CLASSES, COLOUR_CLASSES, RANKS = len(KINDS), 1 + len(COLOURS), 1 + MOST
+DIGITS = 1 + 3  # no digit, or which of a number's from the left
+DIGIT_WEIGHT = 4.0  # of a digit in the losses: digits are few, and the hardest to tell apart
 UNKNOWN = -100
 
 
 def labels(scene: Scene, side: int) -> np.ndarray:
     """[side * side, N]: of the thing in which a patch's centre is; UNKNOWN where it is near its edge."""
-    made = np.zeros((side, side, 3), np.int64)
+    made = np.zeros((side, side, 4), np.int64)
     centres = (np.arange(side) + 0.5) / side
     for rank, thing in enumerate(scene.things, 1):
         across, down = (centres - thing.x) / thing.width, (centres - thing.y) / thing.height
@@ -29,15 +33,17 @@ def labels(scene: Scene, side: int) -> np.ndarray:
         made[near] = UNKNOWN
         for row in np.flatnonzero(np.abs(down) < 0.5):
             for column in np.flatnonzero(np.abs(across) < 0.5):
-                made[row, column] = KINDS.index(_kind(thing, across[column])), 1 + COLOURS.index(thing.colour), rank  # fmt: skip
-    return made.reshape(-1, 3)
+                digit = _digit(thing, across[column])
+                kind = thing.kind[digit - 1] if digit else thing.kind
+                made[row, column] = KINDS.index(kind), 1 + COLOURS.index(thing.colour), rank, digit
+    return made.reshape(-1, 4)
 
 
-def _kind(thing: Thing, across: float) -> str:
-    """The shape, or the digit at this place (-0.5 to 0.5) of a number."""
+def _digit(thing: Thing, across: float) -> int:
+    """Which digit of a number, from 1, is at this place (-0.5 to 0.5); 0: it is no number."""
     if not thing.is_number:
-        return thing.kind
-    return thing.kind[min(int((across + 0.5) * len(thing.kind)), len(thing.kind) - 1)]
+        return 0
+    return 1 + min(int((across + 0.5) * len(thing.kind)), len(thing.kind) - 1)
 
 
 SLOT = 12  # rows of a thing: the first for its colour
@@ -54,6 +60,12 @@ class Captions:
 
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def weights(self) -> np.ndarray:
+        """[V]: of each word in the loss of captions."""
+        made = np.ones(self.tokenizer.get_vocab_size(), np.float32)
+        made[[self._ids(digit) for digit in "0123456789"]] = DIGIT_WEIGHT
+        return made
 
     def caption(self, scene: Scene) -> np.ndarray:
         """[L]: for each thing from the left its colour, kind and place; then how many there are of each shape, and of all."""
@@ -76,6 +88,25 @@ def nearest_place(thing: Thing) -> str:
     """As `place`, for things between two places as well."""
     middle = [round((int(min(at, 0.999) * 3) + 0.5) / 3, 6) for at in (thing.x, thing.y)]
     return place(Thing(thing.colour, thing.kind, middle[0], middle[1], 0, 0))
+
+
+PLACES = tuple(" ".join(w for w in (a, b) if w) or "middle" for a in ("top", "", "bottom") for b in ("left", "", "right"))  # fmt: skip
+NAMES = (*SHAPES, "number")
+OWN = ("colour", "kind", "place", "left colour", "left kind", "right colour", "right kind")
+OWN_CLASSES = tuple(1 + len({"colour": COLOURS, "kind": NAMES, "place": PLACES}[name.split(" ")[-1]]) for name in OWN)  # fmt: skip
+COUNTS = 1 + MOST
+
+
+def relations(scene: Scene) -> np.ndarray:
+    """[MOST * 7 + 8]: what each row of a thing is to hold beside its word (OWN; 0: there is none), so that the language model finds in one
+    place what is asked for together; and how many shapes of each colour, which the last rows are to hold."""
+    made = np.zeros((MOST + 2, len(OWN)), np.int64)
+    for at, thing in enumerate(scene.things, 1):
+        colour, kind = 1 + COLOURS.index(thing.colour), 1 + NAMES.index("number" if thing.is_number else thing.kind)  # fmt: skip
+        made[at, :3] = colour, kind, 1 + PLACES.index(nearest_place(thing))
+        made[at + 1, 3:5] = made[at - 1, 5:7] = colour, kind
+    counts = [sum(one.colour == colour for one in scene.shapes) for colour in COLOURS]
+    return np.concatenate((made[1:-1].flatten(), counts))
 
 
 def _put(row: np.ndarray, at: int, ids: list[int], most: int) -> None:

@@ -8,6 +8,7 @@ of a picture's conversations with its rows among them, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -17,7 +18,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tools.tiny_model.model import Network, rotate
-from tools.tiny_vision.dense import COLOUR_CLASSES, KIND_CLASSES, RANKS
+from tools.tiny_vision.dense import (
+    COLOUR_CLASSES,
+    COUNTS,
+    DIGIT_WEIGHT,
+    DIGITS,
+    DIGITS_FROM,
+    KIND_CLASSES,
+    OWN,
+    OWN_CLASSES,
+    RANKS,
+    SLOT,
+)
+from tools.tiny_vision.scenes import COLOURS, MOST
+
+SHARP = 16.0  # of a cosine in a softmax
 
 
 @dataclass(frozen=True)
@@ -135,19 +150,52 @@ class Helpers(nn.Module):
         self.kind = nn.Linear(width, KIND_CLASSES)
         self.colour = nn.Linear(width, COLOUR_CLASSES)
         self.rank = nn.Linear(width, RANKS)
+        self.digit = nn.Linear(width, DIGITS)
+        weights_K = torch.ones(KIND_CLASSES)
+        weights_K[DIGITS_FROM:] = DIGIT_WEIGHT
+        self.register_buffer("weights_K", weights_K, persistent=False)
 
     def loss(self, states_BLW: Tensor, labels_BLN: Tensor) -> Tensor:
-        """Of kind, colour and rank of the thing in each patch; patches on an edge have -100."""
-        heads = (self.kind, self.colour, self.rank)
+        """Of what `dense.labels` says of each patch; patches on an edge have -100."""
+        heads = (
+            (self.kind, self.weights_K.float()),
+            (self.colour, None),
+            (self.rank, None),
+            (self.digit, None),
+        )
         return sum(
             (
                 F.cross_entropy(
-                    head(states_BLW).flatten(0, 1).float(), labels_BLN[..., i].flatten()
+                    head(states_BLW).flatten(0, 1).float(), labels_BLN[..., i].flatten(), weights
                 )
-                for i, head in enumerate(heads)
+                for i, (head, weights) in enumerate(heads)
             ),
             torch.zeros(()),
         )
+
+
+class Relations(nn.Module):
+    """Readers of the rows: `dense.relations`. What they read must be a large part of a row, as a cosine is all that counts."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        classes = sum(OWN_CLASSES) + len(COLOURS) * COUNTS
+        self.codes_embed = nn.Parameter(torch.randn(classes, size))
+
+    def loss(self, rows_BLD: Tensor, relations_BN: Tensor) -> Tensor:
+        codes = F.normalize(self.codes_embed.float(), dim=-1)
+        scores_BLC = SHARP * F.normalize(rows_BLD.float(), dim=-1) @ codes.T
+        things = MOST * SLOT
+        own_BMSC = scores_BLC[:, :things, : sum(OWN_CLASSES)].unflatten(1, (MOST, SLOT))
+        wanted_BMN = relations_BN[:, : MOST * len(OWN)].unflatten(1, (MOST, len(OWN)))
+        found = []
+        for number, one_BMSC in enumerate(own_BMSC.split(OWN_CLASSES, -1)):
+            wanted_BMS = wanted_BMN[:, :, None, number].expand(one_BMSC.shape[:-1])
+            found.append(F.cross_entropy(one_BMSC.flatten(0, 2), wanted_BMS.flatten()))
+        counts_BLEC = scores_BLC[:, things:, sum(OWN_CLASSES) :].unflatten(-1, (len(COLOURS), COUNTS))  # fmt: skip
+        wanted_BLE = relations_BN[:, None, MOST * len(OWN) :].expand(counts_BLEC.shape[:-1])
+        found.append(F.cross_entropy(counts_BLEC.flatten(0, 2), wanted_BLE.flatten()))
+        return torch.stack(found).mean()
 
 
 class Batch(NamedTuple):
@@ -157,6 +205,7 @@ class Batch(NamedTuple):
     pixels_BCHW: Tensor
     labels_BLN: Tensor
     caption_BL: Tensor
+    relations_BN: Tensor
     tokens_BT: Tensor
     weights_BT: Tensor
     positions_BT: Tensor
@@ -164,45 +213,85 @@ class Batch(NamedTuple):
     rows: int
 
 
-class Losses(NamedTuple):
-    total: Tensor
-    answers: Tensor
-    dense: Tensor
-    caption: Tensor
+class Weights(NamedTuple):
+    """Of the losses; one of weight 0 is not computed. `kept`: of rows, which are to stay what the teacher's are."""
+
+    answers: float
+    dense: float
+    caption: float
+    kept: float = 0.0
+    relations: float = 0.0
 
 
 class Sight(nn.Module):
-    """`joint`: `language` learns, too; else its parameters take no gradients."""
+    """`joint`: `language` learns, too; else its parameters take no gradients. `word_weights_V`: in the loss of captions.
 
-    def __init__(self, eyes: Eyes, language: Network, joint: bool = False) -> None:
+    `teacher`: the tower and projector of the run's start, for the loss `kept`. `reading`: the tower does not learn, and the language
+    model is shown what a tower without mistakes would show.
+    """
+
+    def __init__(
+        self, eyes: Eyes, language: Network, joint: bool = False, word_weights_V: Tensor | None = None
+    ) -> None:  # fmt: skip
         super().__init__()
+        self.word_weights_V = word_weights_V
         self.eyes, self.middle = eyes, eyes.num_hidden_layers // 2 + 1
         self.tower = Tower(eyes)
         self.projector = Projector(eyes.hidden_size, language.shape.hidden_size)
         self.helpers = Helpers(eyes.hidden_size)
+        self.relations = Relations(language.shape.hidden_size)
         self.language = language.requires_grad_(joint)
+        self.teacher: list[nn.Module] = []
+        self.reading = False
 
-    def losses(self, batch: Batch, answers: float, dense: float, caption: float) -> Losses:
-        """With the weight of each; a loss of weight 0 is not computed."""
-        early_BLW, last_BLW = self.tower(batch.pixels_BCHW, self.middle)
-        rows_BLD = self.projector(last_BLW)
+    def remember(self) -> None:
+        """Keep the tower and the projector of now as the teacher."""
+        self.teacher = [copy.deepcopy(one).requires_grad_(False) for one in (self.tower, self.projector)]  # fmt: skip
+
+    def losses(self, batch: Batch, weights: Weights) -> tuple[Tensor, list[Tensor]]:
+        """(their weighted sum, each)."""
+        with torch.set_grad_enabled(not self.reading):
+            early_BLW, last_BLW = self.tower(batch.pixels_BCHW, self.middle)
+            rows_BLD = self.projector(last_BLW)
+        if self.reading:
+            rows_BLD = self.corrected(rows_BLD, batch.caption_BL)
         nothing = torch.zeros(())
         found = [
-            self._of_answers(rows_BLD, batch) if answers else nothing,
-            self.helpers.loss(early_BLW, batch.labels_BLN) if dense else nothing,
-            self._of_caption(rows_BLD, batch.caption_BL) if caption else nothing,
+            self._of_answers(rows_BLD, batch) if weights.answers else nothing,
+            self.helpers.loss(early_BLW, batch.labels_BLN) if weights.dense else nothing,
+            self._of_caption(rows_BLD, batch.caption_BL) if weights.caption else nothing,
+            self._of_kept(rows_BLD, batch) if weights.kept else nothing,
+            self.relations.loss(rows_BLD, batch.relations_BN) if weights.relations else nothing,
         ]
-        total = sum(
-            (w * one for w, one in zip((answers, dense, caption), found, strict=True)), nothing
-        )
-        return Losses(total, *found)
+        return sum((w * one for w, one in zip(weights, found, strict=True)), nothing), found
+
+    def words(self, rows_BLD: Tensor) -> Tensor:
+        """[B, L, V]: the cosine of each row and the embedding of each word."""
+        table_VD = self.language.model.embed_tokens.weight
+        return F.normalize(rows_BLD.float(), dim=-1) @ F.normalize(table_VD.float(), dim=-1).T
+
+    @torch.no_grad()
+    def corrected(self, rows_BLD: Tensor, caption_BL: Tensor) -> Tensor:
+        """The rows, with the word's embedding in the place of each that does not say its word."""
+        right_BL = self.words(rows_BLD).argmax(-1) == caption_BL
+        return torch.where(right_BL[..., None], rows_BLD, self.language.model.embed_tokens(caption_BL))  # fmt: skip
+
+    def _of_kept(self, rows_BLD: Tensor, batch: Batch) -> Tensor:
+        """Rows that said their word when the run began are to stay what they were: the language model can read them."""
+        tower, projector = self.teacher
+        with torch.no_grad():
+            old_BLD = projector(tower(batch.pixels_BCHW, 0)[1])
+            right_BL = self.words(old_BLD).argmax(-1) == batch.caption_BL
+        old = old_BLD[right_BL].float()
+        return F.mse_loss(rows_BLD[right_BL].float(), old) / old.square().mean()
 
     def _of_caption(self, rows_BLD: Tensor, caption_BL: Tensor) -> Tensor:
         """Each row is to be near the embedding of its word of the caption."""
         table_VD = self.language.model.embed_tokens.weight
         wanted = table_VD[caption_BL]
-        scores = F.normalize(rows_BLD.float(), dim=-1) @ F.normalize(table_VD.float(), dim=-1).T
-        right = F.cross_entropy(16 * scores.flatten(0, 1), caption_BL.flatten())
+        right = F.cross_entropy(
+            SHARP * self.words(rows_BLD).flatten(0, 1), caption_BL.flatten(), self.word_weights_V
+        )
         size = wanted.float().square().mean()
         return right + 0.2 * F.mse_loss(rows_BLD.float(), wanted.float()) / size
 
@@ -237,4 +326,4 @@ def turns(language: Network, positions_BT: Tensor, dtype: torch.dtype) -> tuple[
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-__all__ = ["Batch", "Eyes", "Losses", "Sight", "rotate"]
+__all__ = ["Batch", "Eyes", "Sight", "Weights", "rotate"]

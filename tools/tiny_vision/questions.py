@@ -64,8 +64,17 @@ def count(scene: Scene, rng: random.Random) -> Question:
         what = rng.choice([one.kind for one in scene.shapes] * 2 + list(SHAPES))
         found = [one for one in scene.shapes if one.kind == what]
     else:
-        colour = rng.choice([one.colour for one in scene.shapes] * 3 + list(COLOURS))
-        what, found = f"{colour} shape", [one for one in scene.shapes if one.colour == colour]
+        return count_of_colour(scene, rng)
+    return _counted(what, found, rng)
+
+
+def count_of_colour(scene: Scene, rng: random.Random) -> Question:
+    colour = rng.choice([one.colour for one in scene.shapes] * 3 + list(COLOURS))
+    found = [one for one in scene.shapes if one.colour == colour]
+    return _counted(f"{colour} shape", found, rng)
+
+
+def _counted(what: str, found: list[Thing], rng: random.Random) -> Question:
     answer = (
         f"There is 1 {what}." if len(found) == 1 else f"There are {len(found) or 'no'} {what}s."
     )
@@ -142,20 +151,27 @@ def as_json(scene: Scene, rng: random.Random) -> Question:
 
 
 KINDS: dict[str, tuple[Callable[[Scene, random.Random], Question | None], float]] = {
-    "describe": (describe, 3), "count": (count, 3), "colour": (colour, 2), "where": (where, 2), "beside": (beside, 2.5),
-    "number": (number, 3), "json": (as_json, 0.6),
+    "describe": (describe, 0.5), "count": (count, 1.5), "colour": (colour, 2.5), "where": (where, 2.5), "beside": (beside, 6.5),
+    "number": (number, 0.5), "json": (as_json, 3),
 }  # fmt: skip
 """kind: (how it is asked, its share)"""
+HARD = {"count of colour": (count_of_colour, 1.5)}  # asked in training besides
+ONCE = ("describe", "number", "json")
 
 
 def questions(scene: Scene, rng: random.Random, many: int) -> list[Question]:
-    """`many` questions of different kinds, as far as there are."""
-    left, found = dict(KINDS), list[Question]()
+    """`many` different questions, as far as there are; those about the whole picture once."""
+    left, found, seen = {**KINDS, **HARD}, list[Question](), set[str]()
     if rng.random() > LONG:
         del left["json"]
-    while left and len(found) < many:
+    for _ in range(3 * many):
+        if len(found) == many:
+            break
         kind = rng.choices(list(left), [share for _, share in left.values()])[0]
-        asked = left.pop(kind)[0](scene, rng)
-        if asked is not None:
+        asked = left[kind][0](scene, rng)
+        if kind in ONCE:
+            del left[kind]
+        if asked is not None and asked.text not in seen:
             found.append(asked)
+            seen.add(asked.text)
     return found

@@ -48,7 +48,7 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """`things`: from left to right, at most one of them a number. `aspect`: width over height of the picture."""
+    """`things`: from left to right, at most one of them a number in scenes that are asked about. `aspect`: width over height of the picture."""
 
     things: tuple[Thing, ...]
     aspect: float
@@ -68,15 +68,16 @@ class Scene:
         return [one for one in self.things if not one.is_number]
 
 
-def scene(rng: random.Random, held_out: bool = False) -> Scene:
-    """The next scene of this side of the split."""
+def scene(rng: random.Random, held_out: bool = False, numbers: float = 0.0) -> Scene:
+    """The next scene of this side of the split. `numbers`: share of the scenes in which most things are numbers: digits are hard to
+    learn, and rare in other scenes."""
     while True:
-        made = _drawn(rng)
+        made = _drawn(rng, numbers > 0 and rng.random() < numbers)
         if made is not None and made.held_out == held_out:
             return made
 
 
-def _drawn(rng: random.Random) -> Scene | None:
+def _drawn(rng: random.Random, numbers: bool = False) -> Scene | None:
     """None: the things found no room."""
     count = rng.choices(range(1, MOST + 1), (2, 3, 4, 3))[0]
     aspect = 1.0 if rng.random() < 0.6 else rng.uniform(0.75, 1.34)
@@ -87,7 +88,7 @@ def _drawn(rng: random.Random) -> Scene | None:
     things: list[Thing] = []
     for number in range(count):
         colour = rng.choice(colours)
-        if number == numbered:
+        if number == numbered or (numbers and rng.random() < 0.8):
             colour = rng.choice([one for one in colours if one in DARK] or DARK)
             digits = rng.choices((1, 2, 3), (4, 5, 1 if count < 3 else 0))[0]
             kind = str(rng.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits))

@@ -3,6 +3,8 @@
     python -m tools.tiny_vision.train RUN --steps 1500 --answers 0        the tower alone: what is in each patch, and captions
     python -m tools.tiny_vision.train RUN --steps 4000                    goes on, with questions that quire-tiny answers
 
+With `torchrun --nproc-per-node 2 -m tools.tiny_vision.train ...` two processes take each step together, one a core: each with its own pictures.
+
 RUN/state.pt is written every `--save` steps and on SIGTERM, and read when it is there. A moving average of the weights is kept,
 measured on held-out scenes every `--measure` steps, and exported.
 """
@@ -24,19 +26,26 @@ from torch import nn
 from quire.models.checkpoint_locator import EMBEDDED
 from tools.tiny_model.model import Network
 from tools.tiny_model.optimizer import Optimizer
-from tools.tiny_model.train import WARM_UP, Batches, factor, learn, load_weights, shape_of
+from tools.tiny_model.train import WARM_UP, Batches, learn, load_weights, shape_of
 from tools.tiny_vision.accuracy import accuracy, held_out
 from tools.tiny_vision.batches import Arrays, Wanted, batches
-from tools.tiny_vision.network import Batch, Eyes, Sight
+from tools.tiny_vision.dense import Captions
+from tools.tiny_vision.network import Batch, Eyes, Sight, Weights
 from tools.tiny_vision.prompt_files import IMAGE_ID
+from tools.tiny_vision.workers import Workers
+
+FRESH = 500_009  # between the seeds of two processes of a run
 
 
 class Learnt(nn.Module):
     """The parts of a Sight that are trained."""
 
-    def __init__(self, sight: Sight) -> None:
+    def __init__(self, sight: Sight, relations: bool = False) -> None:
         super().__init__()
-        self.tower, self.projector, self.helpers = sight.tower, sight.projector, sight.helpers
+        if relations:
+            self.relations = sight.relations
+        if not sight.reading:
+            self.tower, self.projector, self.helpers = sight.tower, sight.projector, sight.helpers
         if next(sight.language.parameters()).requires_grad:
             self.language = sight.language
 
@@ -47,7 +56,8 @@ class Texts:
     def __init__(self, asked: argparse.Namespace, first: int) -> None:
         tokenizer = Tokenizer.from_file(str(asked.language / "tokenizer.json"))
         seed = asked.seed * 1_000_033 + first
-        self.drawn = Batches(tokenizer, seed, asked.text, "cpu", factors=json.loads(asked.factors))
+        factors = json.loads(asked.factors)
+        self.drawn = Batches(tokenizer, seed, asked.text, "cpu", factors=factors, spread=2.0)
 
     def learn(self, language: Network) -> float:
         """Add the gradients of a batch; return its loss."""
@@ -77,6 +87,7 @@ def main(asked: argparse.Namespace) -> None:
     torch.manual_seed(asked.seed)
     run: Path = asked.run
     run.mkdir(parents=True, exist_ok=True)
+    workers = Workers()
     state: dict[str, Any] = {}
     if (run / "state.pt").exists():
         state = torch.load(run / "state.pt", weights_only=True)
@@ -84,54 +95,87 @@ def main(asked: argparse.Namespace) -> None:
     dtype = getattr(torch, asked.dtype)
     language = Network(shape_of(asked.language))
     load_weights(language, asked.language)
-    sight = Sight(eyes, language, asked.text > 0).to(dtype)
-    optimizer = Optimizer(Learnt(sight), asked.matrix_rate, asked.other_rate)
+    tokenizer = Tokenizer.from_file(str(asked.language / "tokenizer.json"))
+    word_weights = torch.from_numpy(Captions(tokenizer, eyes.rows).weights())
+    sight = Sight(eyes, language, asked.text > 0, word_weights).to(dtype)
+    sight.reading = asked.reading
+    if state:
+        sight.load_state_dict(state["optimizer"]["master"], strict=False)
+    if asked.kept:
+        sight.remember()
+    if asked.compile:
+        compile_layers(sight)
+    optimizer = Optimizer(Learnt(sight, asked.relations > 0), asked.matrix_rate, asked.other_rate)
     if state:
         optimizer.restore(with_new_parts(state["optimizer"], optimizer.state()))
     patches = eyes.image_size // eyes.patch_size
     wanted = Wanted(
         asked.language / "tokenizer.json", IMAGE_ID, eyes.image_size, patches, asked.batch,
-        asked.questions if asked.answers else 0,
+        asked.questions if asked.answers else 0, asked.numbers, asked.room,
     )  # fmt: skip
     count = sum(p.numel() for part in (sight.tower, sight.projector) for p in part.parameters())
     print(f"{count} parameters, from step {optimizer.steps} to {asked.steps}", flush=True)
-    loop(asked, sight, optimizer, wanted, state.get("pictures", 0))
+    loop(asked, sight, optimizer, wanted, workers, state.get("pictures", 0))
 
 
-def loop(asked: argparse.Namespace, sight: Sight, optimizer: Optimizer, wanted: Wanted, seen: int) -> None:  # fmt: skip
+def compile_layers(sight: Sight) -> None:
+    """Fuse what each layer of the language model does to its states, for all layers at once. The tower, whose states are small, gains nothing."""
+    for layer in sight.language.model.layers:
+        layer.compile(dynamic=True)
+
+
+class Log:
+    """Prints the means of the losses and the pace every 20 steps."""
+
+    def __init__(self) -> None:
+        self.began, self.losses = time.time(), list[list[float]]()
+
+    def add(self, losses: list[float], step: int, pictures: int, rate: float, batch: int) -> None:
+        self.losses.append(losses)
+        if step % 20:
+            return
+        means = zip((*Weights._fields, "text"), (sum(one) / len(self.losses) for one in zip(*self.losses, strict=True)), strict=True)  # fmt: skip
+        said = " ".join(f"{name} {mean:.4f}" for name, mean in means if mean)
+        pace = len(self.losses) * batch / (time.time() - self.began)
+        print(f"step {step} pictures {pictures} {said} rate {rate:.2f} {pace:.1f}/s", flush=True)
+        self.began, self.losses = time.time(), []
+
+
+def loop(
+    asked: argparse.Namespace, sight: Sight, optimizer: Optimizer, wanted: Wanted, workers: Workers, seen: int
+) -> None:  # fmt: skip
     """Take the steps; print, measure and save now and then."""
     stop: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: stop.append(number))
-    dtype, first = next(sight.parameters()).dtype, optimizer.steps
+    dtype, first, began, log = next(sight.parameters()).dtype, optimizer.steps, time.time(), Log()
     # A run that goes on must not see the same pictures again: the seed moves with the step.
-    drawn = batches(wanted, asked.seed * 1_000_003 + first)
-    texts = Texts(asked, first) if asked.text else None
-    began, losses = time.time(), []
-    while optimizer.steps < asked.steps and not stop:
-        found = sight.losses(tensors(next(drawn), dtype), asked.answers, asked.dense, asked.caption)
-        found.total.backward()
-        said = texts.learn(sight.language) if texts else 0.0
-        losses.append([*(float(one.detach()) for one in found), said])
-        rate = factor(optimizer.steps - first, asked.steps - first, asked.decay, asked.warm_up)
+    fresh = first + FRESH * workers.rank
+    drawn = batches(wanted, asked.seed * 1_000_003 + fresh)
+    texts = Texts(asked, fresh) if asked.text else None
+    weights = Weights(asked.answers, asked.dense, asked.caption, asked.kept, asked.relations)
+    while True:
+        done = (optimizer.steps - first) / max(1, asked.steps - first)
+        if asked.minutes:
+            done = (time.time() - began) / 60 / asked.minutes
+        done, stopped = workers.most(done, float(bool(stop)))
+        if done >= 1 or stopped:
+            break
+        total, found = sight.losses(tensors(next(drawn), dtype), weights)
+        total.backward()
+        losses = [float(one.detach()) for one in found]
+        losses.append(texts.learn(sight.language) if texts else 0.0)
+        rate = min(1.0, (optimizer.steps - first + 1) / asked.warm_up, (1 - done) / asked.decay)
+        workers.average(optimizer.parameters.values())
         optimizer.step(rate)
-        seen += asked.batch
-        if optimizer.steps % 20 == 0:
-            _, answers, dense, caption, text = (
-                sum(one) / len(losses) for one in zip(*losses, strict=True)
-            )
-            pace = len(losses) * asked.batch / (time.time() - began)
-            print(
-                f"step {optimizer.steps} pictures {seen} answers {answers:.4f} dense {dense:.3f} caption {caption:.3f} text {text:.4f}"
-                f" rate {rate:.2f} {pace:.1f}/s",
-                flush=True,
-            )
-            began, losses = time.time(), []
-        if optimizer.steps % asked.save == 0:
-            save(asked.run, sight.eyes, optimizer, seen)
-        if optimizer.steps % asked.measure == 0 and asked.answers:
-            measure(sight, optimizer, wanted, asked.measured)
-            began = time.time()
-    save(asked.run, sight.eyes, optimizer, seen)
+        seen += wanted.pictures * workers.many
+        if workers.rank == 0:
+            log.add(losses, optimizer.steps, seen, rate, wanted.pictures * workers.many)
+            if optimizer.steps % asked.save == 0:
+                save(asked.run, sight.eyes, optimizer, seen)
+            if optimizer.steps % asked.measure == 0 and asked.answers:
+                measure(sight, optimizer, wanted, asked.measured)
+    if workers.rank == 0:
+        save(asked.run, sight.eyes, optimizer, seen)
 
 
 def measure(sight: Sight, optimizer: Optimizer, wanted: Wanted, scenes: int) -> None:
@@ -151,12 +195,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--language", type=Path, default=EMBEDDED / "quire-tiny")
     parser.add_argument("--shape", default="{}", help="JSON: what differs from the published tower")
     parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--minutes", type=float, default=0.0, help="instead of --steps: the rate falls to nothing by then, on a machine of any load")  # fmt: skip
     parser.add_argument("--decay", type=float, default=0.4, help="share of the steps in which the rate falls")  # fmt: skip
     parser.add_argument(
         "--warm-up", type=int, default=WARM_UP, help="steps; fewer where a run goes on"
     )
     parser.add_argument("--batch", type=int, default=48, help="pictures in a step")
     parser.add_argument("--questions", type=int, default=4, help="of a picture")
+    parser.add_argument("--room", type=int, help="tokens of a picture's questions, of which --questions are offered; the default: all of them")  # fmt: skip
     parser.add_argument("--text", type=int, default=0, help="tokens of texts in a step, and the language model learns; 0: it does not change")  # fmt: skip
     parser.add_argument(
         "--factors", default="{}", help="JSON: family of texts to a factor of its share"
@@ -164,6 +210,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--answers", type=float, default=1.0, help="weight of the loss of answers")
     parser.add_argument("--dense", type=float, default=0.3, help="weight of the loss of patches")
     parser.add_argument("--caption", type=float, default=0.3, help="weight of the loss of captions")
+    parser.add_argument("--kept", type=float, default=0.0, help="weight of staying near the rows of the run's start, where they say their words")  # fmt: skip
+    parser.add_argument("--relations", type=float, default=0.0, help="weight of the loss of what rows hold beside their words")  # fmt: skip
+    parser.add_argument("--reading", action="store_true", help="the language model learns alone, from rows that say their words")  # fmt: skip
+    parser.add_argument("--numbers", type=float, default=0.0, help="share of the pictures in which most things are numbers")  # fmt: skip
+    parser.add_argument("--compile", action="store_true", help="the layers, with a C++ compiler: a minute at the start")  # fmt: skip
     parser.add_argument("--matrix-rate", type=float, default=0.02)
     parser.add_argument("--other-rate", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=1)
