@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-
-from source_rules import File, imported, source_files
+from source_rules import File, imports, source_files
 
 FACADE = "quire/__init__.py"
 """The public names, which modules above import lazily; no module imports a name from it."""
@@ -16,8 +14,7 @@ def graph(files: list[File]) -> dict[str, set[str]]:
     found = {}
     for file in files:
         name = file.path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
-        targets = {target for node in ast.walk(file.tree) for target in imported(node)}
-        found[name] = {module for target in targets for module in (target, target.rpartition(".")[0]) if module in names} - {name}  # fmt: skip
+        found[name] = {module for target in imports(file) for module in (target, target.rpartition(".")[0]) if module in names} - {name}  # fmt: skip
     return found
 
 
