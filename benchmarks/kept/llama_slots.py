@@ -13,7 +13,7 @@ ENGINE = ENGINES["llama-cpp"]
 
 
 class LlamaSlots:
-    """Starts llama.cpp engines, one after the other, each in a new process; all keep their slots in one folder.
+    """Starts a new llama.cpp process for each measurement. All these processes write and read the slots of one folder.
 
     Args:
         given: shape, cache and peers of the command.

@@ -22,7 +22,7 @@ def module_file(name: str) -> Path | None:
 
 @cache
 def names_of(file: Path) -> set[str] | None:
-    """The names that a module binds; None: it makes them when they are asked for."""
+    """The names that a module binds; None: the module has a `__getattr__`, which may make any name."""
     found = set[str]()
     for node in statements(ast.parse(file.read_text(encoding="utf-8"))):
         match node:

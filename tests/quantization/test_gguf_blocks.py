@@ -12,7 +12,7 @@ from quire.config.checkpoint_quantization import BLOCKS
 from quire.models.gguf.header import TYPES
 from quire.quantization.gguf_blocks import BlockRows, BlocksWeight
 from quire.quantization.gguf_forms import FORMS
-from tests.kernel_builds import BUILDS, NAMES, kernels_of
+from tests.kernel_builds import BUILDS, kernels_of
 from tests.models.gguf_files import HALVES, random_blocks
 from tests.quantization.test_int4 import activations
 
@@ -57,7 +57,7 @@ def test_the_forms_are_those_of_the_file() -> None:
 
 @pytest.mark.parametrize("kind", FORMS)
 def test_stored_numbers_mean_what_gguf_says(kind: str) -> None:
-    """In bits; and the rows that the kernels look up are these, rounded to bfloat16."""
+    """In bits."""
     part = stored(kind, 70, 512)
     form, codes = part.form, part.form.codes_of(part.rows_ON)
     scale, minimum = codes.numbers(512 // form.group)
@@ -66,11 +66,16 @@ def test_stored_numbers_mean_what_gguf_says(kind: str) -> None:
         w = w - minimum.repeat_interleave(form.group, 1)
     assert torch.equal(w, dequantized(part))
     assert torch.equal(form.floats(part.rows_ON), w)
-    for name in NAMES[:1]:
-        ids = torch.tensor([69, 0, 31, 32, 5])
-        weight = BlocksWeight([part], False, kernels_of(name))
-        assert weight.rows is not None
-        assert torch.equal(weight.rows(ids), w[ids].bfloat16())
+
+
+@pytest.mark.parametrize("name", BUILDS)
+@pytest.mark.parametrize("kind", FORMS)
+def test_rows_that_the_kernels_look_up_are_the_stored_numbers(kind: str, name: str) -> None:
+    """Rounded to bfloat16."""
+    part, ids = stored(kind, 70, 512), torch.tensor([69, 0, 31, 32, 5])
+    weight = BlocksWeight([part], False, kernels_of(name))
+    assert weight.rows is not None
+    assert torch.equal(weight.rows(ids), part.form.floats(part.rows_ON)[ids].bfloat16())
 
 
 @pytest.mark.parametrize("name", BUILDS)

@@ -84,7 +84,7 @@ class Optimizer:
 
     @torch.no_grad()
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state; what it has of other parameters is kept as it is."""
+        """Go on from a saved state. The state may have parameters that this run does not train; `state` returns them unchanged."""
         for name, value in state.items():
             setattr(self, name, value)
         for name, p in self.parameters.items():

@@ -214,7 +214,7 @@ class Batch(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Of the losses; one of weight 0 is not computed. `kept`: of rows, which are to stay what the teacher's are."""
+    """The weight of each loss; a loss with weight 0 is not computed. `kept`: the weight of the loss of rows that differ from the teacher's rows."""
 
     answers: float
     dense: float
@@ -277,7 +277,8 @@ class Sight(nn.Module):
         return torch.where(right_BL[..., None], rows_BLD, self.language.model.embed_tokens(caption_BL))  # fmt: skip
 
     def _of_kept(self, rows_BLD: Tensor, batch: Batch) -> Tensor:
-        """Rows that said their word when the run began are to stay what they were: the language model can read them."""
+        """The loss of rows that differ from the teacher's rows. Only rows count in which the teacher says the right word: the language model can read
+        these already."""
         tower, projector = self.teacher
         with torch.no_grad():
             old_BLD = projector(tower(batch.pixels_BCHW, 0)[1])

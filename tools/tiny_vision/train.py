@@ -1,9 +1,10 @@
-"""Trains the eyes of quire-tiny; quire-tiny itself is not changed.
+"""Trains the vision tower of quire-tiny; with `--text`, its language model too.
 
     python -m tools.tiny_vision.train RUN --steps 1500 --answers 0        the tower alone: what is in each patch, and captions
     python -m tools.tiny_vision.train RUN --steps 4000                    goes on, with questions that quire-tiny answers
 
-With `torchrun --nproc-per-node 2 -m tools.tiny_vision.train ...` two processes take each step together, one a core: each with its own pictures.
+With `torchrun --nproc-per-node 2 -m tools.tiny_vision.train ...` two processes compute each step together. Each process has one core, and draws
+its own pictures.
 
 RUN/state.pt is written every `--save` steps and on SIGTERM, and read when it is there. A moving average of the weights is kept,
 measured on held-out scenes every `--measure` steps, and exported.
@@ -82,7 +83,7 @@ def save(run: Path, eyes: Eyes, optimizer: Optimizer, pictures: int) -> None:
 
 
 def main(asked: argparse.Namespace) -> None:
-    """Run until `--steps` are done."""
+    """Run until `--steps` or `--minutes` are over."""
     torch.set_num_threads(asked.threads)
     torch.manual_seed(asked.seed)
     run: Path = asked.run
@@ -119,7 +120,8 @@ def main(asked: argparse.Namespace) -> None:
 
 
 def compile_layers(sight: Sight) -> None:
-    """Fuse what each layer of the language model does to its states, for all layers at once. The tower, whose states are small, gains nothing."""
+    """Compile each layer of the language model, so that torch fuses its operations between matrix products. The layers of the tower have small
+    states, and gain nothing."""
     for layer in sight.language.model.layers:
         layer.compile(dynamic=True)
 

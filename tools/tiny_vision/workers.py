@@ -1,4 +1,5 @@
-"""The processes of one run, each on its own core: threads of one process wait for each other in every operation, these once a step."""
+"""The processes of one training run, each on its own core. Threads of one process wait for each other in every operation; processes wait for each
+other once in a step."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from torch import distributed, nn
 
 
 class Workers:
-    """The processes that `torchrun` started for a run, each with its own pictures and texts; one alone without it."""
+    """The processes that `torchrun` started for a training run; without `torchrun`, one process. Each process draws its own pictures and texts."""
 
     def __init__(self) -> None:
         if "RANK" in os.environ:

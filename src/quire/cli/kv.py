@@ -39,7 +39,7 @@ class KeptModel:
         """KV groups of the model; records with this group and later ones are the parts of recurrent states."""
         with suppress(ValueError):
             return max(1, *map(len, json.loads(self.facts.get("ranks", ""))))
-        return 1 << 8
+        return 1 << 8  # a description without this: all records are blocks, as a group is one byte
 
     @property
     def num_bytes(self) -> int:
