@@ -78,7 +78,8 @@ def seconds(
 ) -> float:
     """The time of a workload if every part runs at its share of the probed speed.
 
-    A step takes the longer of reading its weights and multiplying by them, plus the time of attention.
+    A step takes the longer of reading its weights and multiplying by them, plus the time of attention and of recurrent
+    states: over a prompt each token updates and reads each element of a state, 4 operations, in matrix products at best.
 
     Args:
         itemsize: bytes of a weight, and of an element of the KV cache if `kv_itemsize` is unset.
@@ -91,7 +92,8 @@ def seconds(
     read = (shape.read_parameters(tokens) + shape.head_parameters) * itemsize / stream
     flops = 2 * (shape.used_parameters * tokens + shape.head_parameters * rows)
     scores = 2 * shape.attention_layers * shape.heads * shape.head_dim * prompt * prompt * rows
-    total = max(read, flops / product) + scores / attend
+    states = 4 * shape.state_elements * tokens
+    total = max(read, flops / product) + (scores + states) / attend
     state = rows * shape.state_elements * 8 / machine.bytes_per_s  # float32, read and written
     read = (shape.read_parameters(rows) + shape.head_parameters) * itemsize / stream + state
     flops = 2 * (shape.used_parameters + shape.head_parameters) * rows

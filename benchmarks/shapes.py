@@ -15,12 +15,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-Size = tuple[int, ...]
+from benchmarks import shape_tensors
+from benchmarks.shape_tensors import ATTENTION, LAYERS, NAMES, RECURRENT, Size
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A decoder with a tied head. `ff` is the width of the MLP, or of an expert; `more`: further keys of config.json."""
+    """A decoder. `ff` is the width of the MLP, or of an expert; `more`: further keys of config.json, for example of an untied head."""
 
     name: str
     layers: int
@@ -69,8 +70,8 @@ class Shape:
 
     @property
     def attention_layers(self) -> int:
-        """The layers with keys and values; the others have a recurrent state."""
-        return self.layers // 4 if self.family == "qwen3_5_text" else self.layers
+        """The layers with keys and values."""
+        return shape_tensors.layer_types(self).count(ATTENTION)
 
     @property
     def kv_elements(self) -> int:
@@ -80,105 +81,20 @@ class Shape:
     @property
     def state_elements(self) -> int:
         """Elements of a request's recurrent state (float32) in all layers; a step reads and writes each once."""
-        heads, size = (
-            self.more.get("linear_num_value_heads", 0),
-            self.more.get("linear_key_head_dim", 0),
-        )
-        return (self.layers - self.attention_layers) * heads * size * size
+        recurrent = shape_tensors.layer_types(self).count(RECURRENT)
+        return recurrent * shape_tensors.layer_state(self)
 
     def tensors(self) -> Iterator[tuple[str, Size]]:
         """(checkpoint name, shape) of every weight; norms have one dimension."""
-        yield "model.embed_tokens.weight", (self.vocab, self.hidden)
-        yield "model.norm.weight", (self.hidden,)
+        at, embeddings, norm = NAMES.get(self.family, ("model", "embed_tokens", "norm"))
+        yield f"{at}.{embeddings}.weight", (self.vocab, self.hidden)
+        yield f"{at}.{norm}.weight", (self.hidden,)
+        if not self.more.get("tie_word_embeddings", True):
+            yield "lm_head.weight", (self.vocab, self.hidden)
         for layer in range(self.layers):
             for name, size in LAYERS[self.family](self, layer):
-                yield f"model.layers.{layer}.{name}", size
+                yield f"{at}.layers.{layer}.{name}", size
 
-
-Tensors = Iterator[tuple[str, Size]]
-
-
-def _attention(shape: Shape, gated: int = 1) -> Tensors:
-    q, kv, hidden = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.hidden
-    yield "self_attn.q_proj.weight", (gated * q, hidden)
-    yield "self_attn.k_proj.weight", (kv, hidden)
-    yield "self_attn.v_proj.weight", (kv, hidden)
-    yield "self_attn.o_proj.weight", (hidden, q)
-
-
-def _head_norms(shape: Shape) -> Tensors:
-    yield "self_attn.q_norm.weight", (shape.head_dim,)
-    yield "self_attn.k_norm.weight", (shape.head_dim,)
-
-
-def _mlp(shape: Shape, at: str = "mlp") -> Tensors:
-    yield f"{at}.gate_proj.weight", (shape.ff, shape.hidden)
-    yield f"{at}.up_proj.weight", (shape.ff, shape.hidden)
-    yield f"{at}.down_proj.weight", (shape.hidden, shape.ff)
-
-
-def _norms(shape: Shape, *names: str) -> Tensors:
-    for name in ("input_layernorm", "post_attention_layernorm", *names):
-        yield f"{name}.weight", (shape.hidden,)
-
-
-def _llama(shape: Shape, layer: int) -> Tensors:
-    yield from (*_attention(shape), *_mlp(shape), *_norms(shape))
-
-
-def _qwen3(shape: Shape, layer: int) -> Tensors:
-    yield from (*_llama(shape, layer), *_head_norms(shape))
-
-
-def _gemma3(shape: Shape, layer: int) -> Tensors:
-    more = _norms(shape, "pre_feedforward_layernorm", "post_feedforward_layernorm")
-    yield from (*_attention(shape), *_head_norms(shape), *_mlp(shape), *more)
-
-
-def _phi3(shape: Shape, layer: int) -> Tensors:
-    q, kv, hidden = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.hidden
-    yield "self_attn.qkv_proj.weight", (q + 2 * kv, hidden)
-    yield "self_attn.o_proj.weight", (hidden, q)
-    yield "mlp.gate_up_proj.weight", (2 * shape.ff, hidden)
-    yield "mlp.down_proj.weight", (hidden, shape.ff)
-    yield from _norms(shape)
-
-
-def _qwen3_moe(shape: Shape, layer: int) -> Tensors:
-    yield from (*_attention(shape), *_head_norms(shape), *_norms(shape))
-    yield "mlp.gate.weight", (shape.experts, shape.hidden)
-    for expert in range(shape.experts):
-        yield from _mlp(shape, f"mlp.experts.{expert}")
-
-
-def _qwen3_5(shape: Shape, layer: int) -> Tensors:
-    yield from (*_mlp(shape), *_norms(shape))
-    if layer % 4 == 3:
-        yield from (*_attention(shape, gated=2), *_head_norms(shape))
-        return
-    heads, key_heads = shape.more["linear_num_value_heads"], shape.more["linear_num_key_heads"]
-    size, hidden = shape.more["linear_key_head_dim"], shape.hidden
-    inner, channels = heads * size, (2 * key_heads + heads) * size
-    yield "linear_attn.in_proj_qkv.weight", (channels, hidden)
-    yield "linear_attn.in_proj_z.weight", (inner, hidden)
-    yield "linear_attn.in_proj_a.weight", (heads, hidden)
-    yield "linear_attn.in_proj_b.weight", (heads, hidden)
-    yield "linear_attn.conv1d.weight", (channels, 1, 4)
-    yield "linear_attn.A_log", (heads,)
-    yield "linear_attn.dt_bias", (heads,)
-    yield "linear_attn.norm.weight", (size,)
-    yield "linear_attn.out_proj.weight", (hidden, inner)
-
-
-LAYERS: dict[str, Callable[[Shape, int], Tensors]] = {
-    "llama": _llama,
-    "qwen3": _qwen3,
-    "qwen3_moe": _qwen3_moe,
-    "gemma3_text": _gemma3,
-    "phi3": _phi3,
-    "qwen3_5_text": _qwen3_5,
-}
-"""Family (`model_type`) -> (name, shape) of each tensor of a layer."""
 
 GEMMA3 = {
     "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 512, "sliding_window_pattern": 6,
@@ -195,6 +111,29 @@ QWEN35 = {
     "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "partial_rotary_factor": 0.25, "attn_output_gate": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25},
 }  # fmt: skip
+GRANITE4H = {
+    "layer_types": ["attention" if layer in (10, 13, 17, 27) else "mamba" for layer in range(32)],
+    "mamba_n_heads": 48, "mamba_d_head": 32, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_expand": 2,
+    "mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_proj_bias": False, "shared_intermediate_size": 2048,
+    "num_local_experts": 0, "num_experts_per_tok": 0, "position_embedding_type": "nope", "embedding_multiplier": 12,
+    "attention_multiplier": 0.015625, "residual_multiplier": 0.246, "logits_scaling": 3, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+"""Granite-4.0-H-350M: 28 Mamba-2 layers and 4 of attention, each with an MLP."""
+TINY_GRANITE4H = GRANITE4H | {
+    "layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16,
+    "mamba_chunk_size": 16, "shared_intermediate_size": 128, "attention_multiplier": 0.0625,
+}  # fmt: skip
+NEMOTRON_H = {
+    "hybrid_override_pattern": "M-M-M-M*-", "mamba_num_heads": 112, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8,
+    "conv_kernel": 4, "expand": 2, "chunk_size": 128, "use_conv_bias": True, "use_bias": False, "mlp_bias": False,
+    "mamba_proj_bias": False, "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "time_step_min": 1e-9,
+    "tie_word_embeddings": False, "layer_norm_epsilon": 1e-5, "rms_norm_eps": 1e-5, "rope_theta": 10_000.0,
+}  # fmt: skip
+"""Nemotron-H-4B: the first 9 of its 52 layers. `time_step_min`: other engines have no lower limit of a step."""
+TINY_NEMOTRON_H = NEMOTRON_H | {
+    "hybrid_override_pattern": "M-M*-", "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2,
+    "chunk_size": 16,
+}  # fmt: skip
 
 SHAPES = {
     shape.name: shape
@@ -203,14 +142,19 @@ SHAPES = {
         Shape("llama-3.2-1b", 16, 2048, 32, 8, 64, 8192, 128_256, "llama"),
         Shape("moe-1.8b", 16, 1024, 16, 4, 128, 512, 32_768, "qwen3_moe", experts=64, top_k=4),
         Shape("qwen3.5-0.8b", 24, 1024, 8, 2, 256, 3584, 248_320, "qwen3_5_text", more=QWEN35),
+        Shape("granite-4.0-h-350m", 32, 768, 12, 4, 64, 2048, 100_352, "granitemoehybrid", more=GRANITE4H),
+        # With 32,768 of 131,072 tokens the head is the share of the work that it is in all 52 layers.
+        Shape("nemotron-h-4b-9l", 9, 3072, 32, 8, 128, 12_288, 32_768, "nemotron_h", more=NEMOTRON_H),
         Shape("gemma-3-1b", 26, 1152, 4, 1, 256, 6912, 262_144, "gemma3_text", more=GEMMA3),
         Shape("phi-4-mini-8l", 8, 3072, 24, 8, 128, 8192, 200_064, "phi3", more=PHI4),
         Shape("tiny", 2, 64, 4, 2, 16, 128, 512),
         Shape("tiny-llama", 2, 128, 2, 1, 64, 256, 512, "llama"),
         Shape("tiny-moe", 2, 64, 4, 2, 16, 32, 512, "qwen3_moe", experts=8, top_k=2),
         Shape("tiny-gemma", 2, 64, 2, 1, 32, 128, 512, "gemma3_text", more=GEMMA3),
+        Shape("tiny-granite", 3, 64, 4, 2, 16, 128, 512, "granitemoehybrid", more=TINY_GRANITE4H),
+        Shape("tiny-nemotron", 5, 64, 4, 2, 16, 128, 512, "nemotron_h", more=TINY_NEMOTRON_H),
     )
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +193,8 @@ ARCHITECTURES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
 }
 
 
@@ -299,9 +245,7 @@ def checkpoint(
     generator = torch.Generator().manual_seed(0)
     weights = {}
     for name, size in shape.tensors():
-        weight = torch.ones(size, dtype=getattr(torch, dtype))
-        if len(size) > 1:
-            weight.normal_(0.0, 0.02, generator=generator)
+        weight = shape_tensors.random_weight(name, size, getattr(torch, dtype), generator)
         change(name, weight)
         weights[name] = weight
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})

@@ -242,15 +242,18 @@ def asked_of(
     engine: Engine, model: Path, shape: shapes.Shape, chosen: list[shapes.Workload], given: Any
 ) -> dict[str, Any]:
     tokens = max(w.rows * (w.prompt + w.output) for w in chosen)
-    # The engines of a group run at the same time: give each only the KV cache that it needs.
-    need = 1.1 * tokens * shape.kv_elements * engine.bytes_of_kv(shape) / 2**30
+    rows = max(w.rows for w in chosen)
+    # The engines of a group run at the same time: give each only the KV cache that it needs. Recurrent states count
+    # twice, because vLLM keeps them in it, and its blocks of a hybrid are as large as a layer's state.
+    states = 2 * 4 * rows * shape.state_elements
+    need = (1.1 * tokens * shape.kv_elements * engine.bytes_of_kv(shape) + states) / 2**30
     return {
         "script": engine.script,
         "python": engine.python,
         "group": engine.group,
         "model": str(model),
         "dtype": "bfloat16",
-        "rows": max(w.rows for w in chosen),
+        "rows": rows,
         "length": max(w.prompt + w.output for w in chosen) + 1,
         "batched_tokens": 4096,
         "kv_gib": given.kv_gib or int(need) + 1,

@@ -22,6 +22,8 @@ KINDS = {
     "qwen3_moe": "qwen3moe",
     "gemma3_text": "gemma3",
     "qwen3_5_text": "qwen35",
+    "granitemoehybrid": "granitehybrid",
+    "nemotron_h": "nemotron_h",
 }
 NAMES = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
@@ -29,11 +31,23 @@ NAMES = {
     "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp", "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
+NEMOTRON_H = {
+    "norm": "attn_norm", "mixer.q_proj": "attn_q", "mixer.k_proj": "attn_k", "mixer.v_proj": "attn_v", "mixer.o_proj": "attn_output",
+    "mixer.up_proj": "ffn_up", "mixer.down_proj": "ffn_down",
+}  # fmt: skip
+NAMES |= {"shared_mlp.output_linear": "ffn_down", **NEMOTRON_H}
+MAMBA2 = {
+    "in_proj": "ssm_in.weight", "conv1d": "ssm_conv1d.weight", "conv1d.bias": "ssm_conv1d.bias", "dt_bias": "ssm_dt.bias",
+    "A_log": "ssm_a", "D": "ssm_d", "norm": "ssm_norm.weight", "out_proj": "ssm_out.weight",
+}  # fmt: skip
 RECURRENT = {
     "in_proj_qkv": "attn_qkv.weight", "in_proj_z": "attn_gate.weight", "in_proj_a": "ssm_alpha.weight", "in_proj_b": "ssm_beta.weight",
     "conv1d": "ssm_conv1d.weight", "norm": "ssm_norm.weight", "out_proj": "ssm_out.weight", "A_log": "ssm_a", "dt_bias": "ssm_dt.bias",
 }  # fmt: skip
-WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
+WHOLE = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "backbone.embeddings": "token_embd", "backbone.norm_f": "output_norm",
+    "lm_head": "output",
+}  # fmt: skip
 
 
 def tensors(path: Path) -> Iterator[tuple[str, Any]]:
@@ -79,7 +93,7 @@ def write(source: Path, target: Path) -> None:
         if name in WHOLE:
             add(writer, f"{WHOLE[name]}.weight", plus_one(kind, name, bits))
             continue
-        layer, _, part = name.removeprefix("model.layers.").partition(".")
+        layer, _, part = name.partition(".layers.")[2].partition(".")
         if ".experts." in name:
             number, _, part = part.removeprefix("mlp.experts.").partition(".")
             whole = experts.setdefault(f"blk.{layer}.{NAMES[f'mlp.{part}']}_exps.weight", {})
@@ -88,10 +102,18 @@ def write(source: Path, target: Path) -> None:
         if part.startswith("linear_attn."):
             recurrent(writer, layer, part.removeprefix("linear_attn."), bits)
             continue
+        inside = part.removeprefix("mamba.").removeprefix("mixer.")
+        if inside != part and inside in MAMBA2:
+            mamba2(writer, f"blk.{layer}.{MAMBA2[inside]}", bits, config)
+            continue
+        if part == "shared_mlp.input_linear":
+            for to, half in zip(("ffn_gate", "ffn_up"), np.split(bits, 2), strict=True):
+                add(writer, f"blk.{layer}.{to}.weight", half)
+            continue
         to = NAMES[part]
         if kind in ("gemma3", "qwen35") and part == "post_attention_layernorm":
             to = "post_attention_norm"
-        if kind == "llama" and to in ("attn_q", "attn_k"):
+        if kind in ("llama", "granitehybrid") and to in ("attn_q", "attn_k"):
             heads = config["num_attention_heads" if to == "attn_q" else "num_key_value_heads"]
             bits = interleaved(bits, heads)
         add(writer, f"blk.{layer}.{to}.weight", plus_one(kind, part, bits))
@@ -114,6 +136,21 @@ def recurrent(writer: Any, layer: str, part: str, bits: Any) -> None:
         add(writer, name, bits)
 
 
+def mamba2(writer: Any, name: str, bits: Any, config: dict[str, Any]) -> None:
+    """Add a tensor of a Mamba-2 layer: decays as they are used, a head's numbers in a column, a norm by groups."""
+    if name.endswith("ssm_a"):
+        writer.add_tensor(name, -np.exp(float32(bits))[:, None])
+    elif name.endswith("ssm_d"):
+        writer.add_tensor(name, float32(bits)[:, None])
+    elif name.endswith("ssm_norm.weight"):
+        groups = config.get("n_groups") or config["mamba_n_groups"]
+        writer.add_tensor(name, float32(bits).reshape(groups, -1))
+    elif name.endswith("ssm_conv1d.weight"):
+        writer.add_tensor(name, float32(bits[:, 0]))
+    else:
+        add(writer, name, bits)
+
+
 def plus_one(kind: str, name: str, bits: Any) -> Any:
     """Norms that multiply by 1 + weight, as GGUF files store them; all random norms of the checkpoints are ones."""
     return np.full_like(bits, 0x4000) if kind in ("gemma3", "qwen35") and "norm" in name else bits
@@ -126,14 +163,24 @@ def describe(writer: Any, config: dict[str, Any]) -> None:
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    width, kv_heads = config["intermediate_size"], config["num_key_value_heads"]
+    if pattern := config.get("hybrid_override_pattern"):  # what a layer does not have is 0
+        writer.add_feed_forward_length([width * (kind == "-") for kind in pattern])
+        writer.add_head_count_kv([kv_heads * (kind == "*") for kind in pattern])
+    else:
+        writer.add_feed_forward_length(width)
+        kinds = config.get("layer_types")
+        writer.add_head_count_kv(
+            [kv_heads * (kind == "attention") for kind in kinds] if kinds else kv_heads
+        )
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
     rotated = int(config["head_dim"] * config.get("partial_rotary_factor", 1))
     writer.add_rope_dimension_count(rotated)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if epsilon := config.get("layer_norm_epsilon"):
+        writer.add_layer_norm_eps(epsilon)
     writer.add_rope_freq_base(config.get("rope_parameters", config)["rope_theta"])
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     if config.get("num_experts"):
@@ -142,6 +189,18 @@ def describe(writer: Any, config: dict[str, Any]) -> None:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
+    if heads := config.get("mamba_n_heads") or config.get("mamba_num_heads"):
+        writer.add_ssm_conv_kernel(4)
+        writer.add_ssm_state_size(config.get("mamba_d_state") or config["ssm_state_size"])
+        writer.add_ssm_group_count(config.get("mamba_n_groups") or config["n_groups"])
+        writer.add_ssm_time_step_rank(heads)
+        writer.add_ssm_inner_size(heads * (config.get("mamba_d_head") or config["mamba_head_dim"]))
+    if config.get("embedding_multiplier"):
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
+        writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
     if heads := config.get("linear_num_value_heads"):
         writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
         writer.add_ssm_state_size(config["linear_key_head_dim"])
