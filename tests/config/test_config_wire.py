@@ -12,8 +12,10 @@ import msgspec
 import pytest
 
 from quire.config import serialize
+from quire.config.checkpoint_quantization import CheckpointQuantization, QuantizationScheme
 from quire.config.engine import EngineConfig, Resolved
 from quire.config.options import options
+from quire.config.speculation import DraftModel
 from quire.errors import ConfigError
 
 OTHER = {
@@ -59,6 +61,20 @@ def test_a_resolved_configuration_survives(settle):
     assert {f.name: type(getattr(back, f.name)) for f in fields(back)} == {
         f.name: type(getattr(resolved, f.name)) for f in fields(resolved)
     }
+
+
+def test_the_quantization_of_a_checkpoint_survives(settle):
+    int4 = QuantizationScheme("ct-packed", 4, group=32)
+    stored = CheckpointQuantization(
+        "compressed-tensors", ((("Linear", "re:.*mlp.*"), int4),), ("lm_head",), (), (("x", None),), of_towers=True
+    )  # fmt: skip
+    draft = DraftModel(
+        path="d", hf_config={}, architecture="A", dtype="float32", max_model_len=8, quantization=None, stored=stored
+    )  # fmt: skip
+    resolved = replace(settle(), stored=stored, draft=draft)
+    back = serialize.resolved_from_bytes(serialize.resolved_to_bytes(resolved))
+    assert (back.stored, back.draft) == (stored, draft)
+    assert back.stored.scheme_of("model.layers.0.mlp.up_proj") == int4
 
 
 def test_functions_and_classes_travel_by_name(sent):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import msgspec
@@ -101,6 +101,10 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
+    if isinstance(value, msgspec.Struct):
+        return _plain(msgspec.structs.asdict(value))
+    if is_dataclass(value):  # the receiver makes the other fields itself
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value) if f.init}
     return value
 
 
