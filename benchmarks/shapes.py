@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import shape_tensors
+from benchmarks.made_up_words import write_tokenizer
 from benchmarks.shape_tensors import ATTENTION, LAYERS, NAMES, RECURRENT, Size
 
 
@@ -233,15 +234,17 @@ def checkpoint(
     folder: Path,
     change: Callable[[str, Any], None] = lambda name, weight: None,
 ) -> Path:
-    """A directory with config.json and random weights; made once, then reused. `change` may alter a weight, by its name."""
+    """A directory with config.json, random weights and a tokenizer of made-up words; made once, then reused. `change` may
+    alter a weight, by its name."""
     import torch
     from safetensors.torch import save_file
 
     path = folder / f"{shape.name}-{dtype}"
+    path.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(path, shape.vocab)
     done = path / "config.json"  # written last
     if done.exists():
         return path
-    path.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(0)
     weights = {}
     for name, size in shape.tensors():
@@ -260,10 +263,12 @@ def compressed(path: Path) -> Path:
     from safetensors.torch import load_file, save_file
 
     folder = path.with_name(f"{path.name}-w8a8")
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    folder.mkdir(exist_ok=True)
+    write_tokenizer(folder, config["vocab_size"])
     done = folder / "config.json"  # written last
     if done.exists():
         return folder
-    folder.mkdir(exist_ok=True)
     weights = {}
     for name, weight in load_file(path / "model.safetensors").items():
         if not name.endswith("_proj.weight"):
@@ -286,7 +291,6 @@ def compressed(path: Path) -> Path:
         "ignore": ["lm_head"],
         "config_groups": {"group_0": group},
     }
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     done.write_text(json.dumps(config | {"quantization_config": how}, indent=2), encoding="utf-8")
     return folder
 

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import shlex
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -28,7 +26,6 @@ from quire.bench.serve.metrics import failures
 from quire.errors import QuireError
 
 GOAL = 0.05  # loss of offline speed
-SPECIAL = ("<|pad|>", "<|end|>")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,7 +54,7 @@ async def _measure(given: argparse.Namespace) -> dict[str, Any]:
     shape = shapes.SHAPES[given.shape]
     workload = shapes.Workload(given.clients, given.input_len, given.output_len)
     prompts = workload.prompts(shape.vocab)
-    model = readable(shapes.checkpoint(shape, "bfloat16", given.cache), shape.vocab)
+    model = shapes.checkpoint(shape, "bfloat16", given.cache)
     length = given.input_len + given.output_len + 1
     room = given.clients * (length + 128) * shape.kv_elements * 2
     flags = f"--max-num-seqs {given.clients} --max-model-len {length} --kv-cache-memory-bytes {room} --no-enable-prefix-caching"
@@ -100,30 +97,6 @@ async def _stream(running: Running, prompts: list[list[int]], output: int) -> No
         raise HttpFailed(wrong)
     if any(one.output_tokens != output or (len(one.itls) < output // 2 - 1) for one in done):
         raise HttpFailed(f"an answer was not {output} tokens, or came in few pieces")
-
-
-def readable(path: Path, vocab: int) -> Path:
-    """The checkpoint with a made-up tokenizer in which every token is a word; made once."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    folder = path.with_name(f"{path.name}-readable")
-    done = folder / "config.json"  # written last
-    if done.exists():
-        return folder
-    folder.mkdir(exist_ok=True)
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [*SPECIAL, *letters, *(f"Ġ{number}" for number in range(vocab))][:vocab]
-    tokenizer = Tokenizer(models.BPE(vocab={word: at for at, word in enumerate(words)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}', encoding="utf-8")
-    weights = folder / "model.safetensors"
-    if not weights.exists():
-        os.symlink((path / "model.safetensors").absolute(), weights)
-    done.write_text((path / "config.json").read_text(encoding="utf-8"), encoding="utf-8")
-    return folder
 
 
 def table(found: dict[str, Any]) -> str:

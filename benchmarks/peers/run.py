@@ -189,7 +189,7 @@ def _converted(
 ) -> Path:
     """`made`, which a script of a peer's environment writes from a checkpoint, in a file or a folder."""
     python = given.peers / peer / "bin" / "python"
-    if not made.exists() and python.exists():
+    if python.exists() and not (made.exists() and _has_tokenizer(made)):
         print(f"{path.name} for {peer}, {form}", flush=True)
         target = made.parent if script == "convert.py" else made
         words = [str(python), str(given.scripts / script), str(path), str(target), form]
@@ -199,6 +199,12 @@ def _converted(
         if done.returncode:
             print(f"{peer}: {last_words(done.stderr)}", flush=True)
     return made
+
+
+def _has_tokenizer(file: Path) -> bool:
+    """False: a GGUF file from before checkpoints had a tokenizer. Its first keys say so."""
+    with file.open("rb") as opened:
+        return b"no_vocab" not in opened.read(4096)
 
 
 def _environment(**more: str) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Write a random checkpoint as GGUF: `to_gguf.py CHECKPOINT FILE bf16|q8_0|q4_k_m`. llama.cpp itself quantizes.
 
-The file has no tokenizer, since all engines get token ids. The Python of the environment `llama-cpp` (install.py) runs it.
+A file from before checkpoints had a tokenizer is copied with one. The Python of the environment `llama-cpp` (install.py) runs it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import llama_cpp
 import numpy as np
+from gguf.scripts.gguf_new_metadata import copy_with_new_metadata
 
 KINDS = {
     "llama": "llama",
@@ -88,6 +88,7 @@ def write(source: Path, target: Path) -> None:
     kind = KINDS[config["model_type"]]
     writer = gguf.GGUFWriter(str(target), kind)
     describe(writer, config)
+    add_tokenizer(writer, source)
     experts: dict[str, dict[int, Any]] = {}
     for name, bits in tensors(source / "model.safetensors"):
         if name in WHOLE:
@@ -158,7 +159,6 @@ def plus_one(kind: str, name: str, bits: Any) -> Any:
 
 def describe(writer: Any, config: dict[str, Any]) -> None:
     """The hyperparameters."""
-    writer.add_tokenizer_model("no_vocab")
     writer.add_vocab_size(config["vocab_size"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -211,8 +211,37 @@ def describe(writer: Any, config: dict[str, Any]) -> None:
         writer.add_rope_dimension_sections([rotated // 2, 0, 0, 0])
 
 
+def add_tokenizer(writer: Any, source: Path) -> None:
+    """The byte-level BPE of a checkpoint's tokenizer.json, whose special tokens end a text."""
+    made = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
+    words = made["model"]["vocab"]
+    special = {token["id"] for token in made["added_tokens"]}
+    kinds = (gguf.TokenType.NORMAL, gguf.TokenType.CONTROL)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(sorted(words, key=words.get))
+    writer.add_token_types([kinds[number in special] for number in range(len(words))])
+    writer.add_token_merges([" ".join(pair) for pair in made["model"]["merges"]])
+    writer.add_eos_token_id(max(special))
+    writer.add_add_bos_token(False)
+
+
+def with_tokenizer(file: Path, source: Path) -> None:
+    """Put the tokenizer of a checkpoint into a file that has none."""
+    reader = gguf.GGUFReader(file)
+    if reader.get_field(gguf.Keys.Tokenizer.LIST):
+        return
+    half = file.with_suffix(".part")
+    writer = gguf.GGUFWriter(str(half), reader.get_field(gguf.Keys.General.ARCHITECTURE).contents())
+    add_tokenizer(writer, source)
+    copy_with_new_metadata(reader, writer, {}, [gguf.Keys.Tokenizer.MODEL])
+    half.rename(file)
+
+
 def quantize(source: Path, target: Path, kind: str) -> None:
     """Raises SystemExit: llama.cpp refused."""
+    import llama_cpp
+
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = {
         "q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
@@ -227,11 +256,16 @@ def quantize(source: Path, target: Path, kind: str) -> None:
 
 source, file, form = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 plain = file.with_name(f"{source.name}.gguf")
-if not plain.exists():
+if plain.exists():
+    with_tokenizer(plain, source)
+else:
     half = plain.with_suffix(".part")
     write(source, half)
     half.rename(plain)
 if form != "bf16":
-    half = file.with_suffix(".part")
-    quantize(plain, half, form)
-    half.rename(file)
+    if file.exists():
+        with_tokenizer(file, source)
+    else:
+        half = file.with_suffix(".part")
+        quantize(plain, half, form)
+        half.rename(file)

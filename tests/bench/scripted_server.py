@@ -86,17 +86,17 @@ class Wire:
 
 
 def model(method: str, path: str, body: Any) -> Iterable[bytes | float]:
-    """A small server: three tokens for each prompt."""
+    """A small server: three tokens for each prompt, or fewer if so requested."""
     if path == "/health":
         return whole({})
     if path == "/v1/models":
         return whole({"object": "list", "data": [{"id": "m/toy"}]})
     if path == "/v1/completions":
-        texts = ("one", " two", " three")
+        texts = ("one", " two", " three")[: body.get("max_tokens", 3)]
         pieces: list[bytes | float] = [STREAM]
         for text in texts:
             pieces += [0.005, chunk(event({"choices": [{"index": 0, "text": text}]}))]
-        used = {"prompt_tokens": 7, "completion_tokens": 3}
+        used = {"prompt_tokens": 7, "completion_tokens": len(texts)}
         return [*pieces, chunk(event({"choices": [], "usage": used})), END]
     return whole({"error": {"message": "no such path"}}, "404 Not Found")
 

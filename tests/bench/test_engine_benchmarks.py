@@ -137,11 +137,14 @@ def test_costs_of_a_case_worked_by_hand():
     assert found["output_throughput"] == pytest.approx(11)
     assert found["p50_itl_ms"] == pytest.approx(250)
     assert (found["api_cpu_share"], found["all_cpu_share"]) == (0.015, 0.75)
+    assert found["prompt_tokens"] == 5
+    assert found["tokens_per_event"] == pytest.approx(11 / 3)
+    assert "api_cpu_ms_per_request" not in serving_cost.costs(None, long)
 
 
 def test_medians_go_into_the_depth():
-    rounds = [{"a": 1.0, "b": {1: {"c": 5.0}}}, {"a": 9.0, "b": {1: {"c": 4.0}}}, {"a": 2.0, "b": {1: {"c": 9.0}}}]  # fmt: skip
-    assert serving_cost.medians(rounds) == {"a": 2.0, "b": {1: {"c": 5.0}}}
+    rounds = [{"a": 1.0, "v": "1", "b": {1: {"c": 5.0}}}, {"a": 9.0, "v": "1", "b": {1: {"c": 4.0}}}, {"a": 2.0, "v": "1", "b": {1: {"c": 9.0}}}]  # fmt: skip
+    assert serving_cost.medians(rounds) == {"a": 2.0, "v": "1", "b": {1: {"c": 5.0}}}
 
 
 def test_a_server_is_started_loaded_and_stopped(capsys: pytest.CaptureFixture[str]):
@@ -163,6 +166,13 @@ def test_a_server_is_started_loaded_and_stopped(capsys: pytest.CaptureFixture[st
 
     with pytest.raises(QuireError, match=r"(?s)no did not start.*ZeroDivision"):
         asyncio.run(fail())
+
+    async def miss() -> None:
+        async with serving_cost.started("no", "/no/such/server {gguf} {port}", "m"):
+            pass
+
+    with pytest.raises(QuireError, match=r"no did not start: .*/no/such/server"):
+        asyncio.run(miss())
     with pytest.raises(ConfigError, match="NAME=COMMAND"):
         serving_cost.named("vllm serve")
 
@@ -172,9 +182,13 @@ def test_the_whole_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
         serving_cost, "QUIRE", f"ours={sys.executable} {scripted_server.__file__} {{port}}"
     )
     peer = f"theirs={sys.executable} {scripted_server.__file__} {{port}}"
-    words = ["--clients", "1", "3", "--requests", "2", "--rounds", "1", "--flags", "", "--peer", peer]  # fmt: skip
-    assert serving_cost.main(words) == 0
+    words = ["--clients", "1", "3", "--requests", "2", "--rounds", "1", "--flags", "", "--peer", peer, "--output-len"]  # fmt: skip
+    assert serving_cost.main([*words, "3"]) == 0
     lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
-    rows = [cells for cells in lines if cells[0] in ("| ours", "| theirs") and len(cells) > 5]
+    rows = [cells for cells in lines if cells[0] in ("| ours", "| theirs") and len(cells) > 7]
     assert [cells[1] for cells in rows] == ["1", "3", "1", "3"]
     assert all(float(cells[2]) > 10 for cells in rows)  # tokens a second
+    assert {tuple(cells[7:9]) for cells in rows} == {("7.00", "1.00")}  # tokens/prompt, and /event
+    assert [cells[:2] for cells in lines if len(cells) == 7][1:] == [["| theirs", "1"], ["| theirs", "3"]]  # fmt: skip
+    assert serving_cost.main([*words, "4", "--no-request-cost"]) == 1
+    assert "ours, 4 clients, warm-up: 4 answers are not 4 tokens long" in capsys.readouterr().err

