@@ -65,6 +65,7 @@ def test_make_wheel_makes_one_for_many_linuxes_with_all_kernels(tmp_path: Path):
     assert all(name.startswith("quire/ops/cpu/built/") for name in kernels)
     assert not [name for name in names if "libgomp" in name]
     assert "quire/embedded/quire-tiny-embed/1_Pooling/config.json" in names
+    assert "quire/embedded/quire-tiny/sample.png" in names
     assert "quire/embedded/quire-tiny-whisper/model.safetensors" in names
     assert "quire/embedded/quire-tiny-whisper/sample.wav" in names
     assert list(tmp_path.glob("vllm-*.whl"))

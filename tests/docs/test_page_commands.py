@@ -5,10 +5,12 @@ A command that no rule knows fails, so that a new one gets a rule.
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import json
 import re
 import shlex
+import shutil
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,7 +92,11 @@ def split_variables(words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 ALL = list(commands())
 REQUESTS = [each for each in ALL if each.words[0] == "curl"]
-SAMPLE = ROOT / "src" / "quire" / "embedded" / "quire-tiny-whisper" / "sample.wav"
+EMBEDDED = ROOT / "src" / "quire" / "embedded"
+SAMPLE = EMBEDDED / "quire-tiny-whisper" / "sample.wav"
+PICTURE = EMBEDDED / "quire-tiny" / "sample.png"
+SEEN = "A green triangle, a red circle and a black 42."
+OF_PICTURE = "$(base64 -w 0 sample.png)"
 SAID = "find three red foxes in the forest"
 
 
@@ -227,7 +233,10 @@ def test_the_server_answers_a_request(request: pytest.FixtureRequest, command: C
         answer = httpx.post(url, headers=headers, data=form, files=files, timeout=120)
         assert SAID in answer.text
     else:
+        shows = data is not None and OF_PICTURE in data
+        data = data and data.replace(OF_PICTURE, base64.b64encode(PICTURE.read_bytes()).decode())
         answer = httpx.request(method, url, headers=headers, content=data, timeout=120)
+        assert SEEN in answer.text or not shows
     assert answer.status_code == 200, answer.text
     assert answer.text
 
@@ -244,10 +253,13 @@ def test_the_programs_of_the_adapter_page_run(capsys: pytest.CaptureFixture[str]
 
 
 def test_the_programs_of_the_quickstart_run(
-    server: Served, speech_server: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    server: Served, speech_server: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ):  # fmt: skip
     names: dict[str, object] = {}
-    monkeypatch.chdir(SAMPLE.parent)
+    for file in (SAMPLE, PICTURE):
+        shutil.copy(file, tmp_path)
+    monkeypatch.chdir(tmp_path)
     first, *others = blocks(ROOT / "docs" / "quickstart.md", "python")
     for block in others:
         url = speech_server.url if "client.audio" in block else server.url
@@ -255,6 +267,7 @@ def test_the_programs_of_the_quickstart_run(
         exec(compile(f"{shared}\n{block}", "quickstart.md", "exec", dont_inherit=True), names)
     printed = capsys.readouterr().out
     assert SAID in printed
+    assert SEEN in printed
     assert 'get_weather {"city": "Oslo"}' in printed
     assert "The weather in Oslo is rainy with 7 degrees." in printed
     assert "name='Mira Stone' age=34 city='Oslo'" in printed

@@ -20,6 +20,7 @@ from quire.models.checkpoint_locator import EMBEDDED
 from tools.tiny_model import adapter, chat, corpus, embedder, grammar, paraphrases, toolbox
 from tools.tiny_model.published import language_model, text_config
 from tools.tiny_model.sample import Sample
+from tools.tiny_vision.prompt_files import with_pictures
 
 MODEL = EMBEDDED / "quire-tiny"
 FOLDERS = [folder for folder in sorted(EMBEDDED.iterdir()) if folder.is_dir()]
@@ -56,7 +57,7 @@ def test_weights_are_bfloat16_and_the_card_is_filled_in(folder: Path):
 def test_the_files_of_a_model_agree(folder: Path):
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (folder / name).read_bytes() == (MODEL / name).read_bytes()
-    assert (folder / "chat_template.jinja").read_text() == chat.TEMPLATE.read_text()
+    assert (folder / "chat_template.jinja").read_text() == with_pictures(chat.TEMPLATE.read_text())
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert len(tokenizer) == text_config(folder)["vocab_size"]
     ends = GenerationConfig.from_pretrained(folder).eos_token_id
