@@ -19,11 +19,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "equality"))
 from engines import Engine, engine
 
 from quire.errors import ValidationError
-from quire.features.structured import check_process, grammar_dialect
+from quire.features.structured import check_process, grammar_dialect, grammar_process
 from quire.features.structured import compiler as compile
 from quire.features.structured.check_process import ConstraintChecker
 from quire.features.structured.compiler import GrammarCompiler
-from quire.features.structured.errors import UnsupportedConstraint
+from quire.features.structured.errors import CompileDelayed, UnsupportedConstraint
 from quire.features.structured.grammar_messages import GrammarRowSettings
 from quire.features.structured.grammar_process import GrammarForkServer
 from quire.features.structured.grammar_rows import GrammarStates
@@ -140,6 +140,26 @@ def test_a_compilation_beyond_its_limits_is_ended(reader: Reader, name: str):
             bomb.result(60)
     assert not compiler._running
     assert compiler.submit(Form(regex=f"{name}[0-9]{{2}}")).result(60).alive
+
+
+def test_a_busy_machine_is_no_fault_of_the_grammar(reader: Reader, monkeypatch: pytest.MonkeyPatch):
+    """Without an answer in time the request may come again: the grammar compiles then, and nothing says that it is too large."""
+    compiler, form = GrammarCompiler(reader.compiler.vocabulary), Form(regex="busy[0-9]")
+    with monkeypatch.context() as patch:
+        for limit in ("COMPILE_WALL", "NICE_WALL"):
+            patch.setattr(grammar_process, limit, 1e-6)
+        with pytest.raises(CompileDelayed, match="send the request again"):
+            compiler.submit(form).result(60)
+    assert compiler.submit(form).result(60).alive
+
+
+def test_a_check_on_a_busy_machine_is_not_cached(monkeypatch: pytest.MonkeyPatch):
+    checker, form = ConstraintChecker(), Form(regex="busy[0-9]")
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_process, "COMPILE_WALL", 1e-6)
+        with pytest.raises(CompileDelayed):
+            checker.checked(form)
+    assert checker.checked(form) == form
 
 
 def _fields(form: Form) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class ConstraintChecker:
         self._slots = threading.Semaphore(MAX_PROCESSES)
 
     def checked(self, constraint: StructuredOutputsParams) -> StructuredOutputsParams:
-        """As `validate.check_constraint`. Blocks: run it in a thread."""
+        """As `validate.check_constraint`, and raises CompileDelayed. Blocks: run it in a thread."""
         return check_constraint(constraint, self._fault_of)
 
     def _fault_of(self, constraint: StructuredOutputsParams) -> str | None:

@@ -24,7 +24,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from quire.errors import ConfigError
-from quire.features.structured.errors import UnsupportedConstraint
+from quire.features.structured.errors import CompileDelayed, UnsupportedConstraint
 from quire.features.structured.grammar_process import GrammarForkServer, GrammarProcess
 from quire.features.structured.vocabulary import Vocabulary
 from quire.processes.isolated_child import ProcessEnded
@@ -132,9 +132,10 @@ class GrammarCompiler:
         constraint, future = job
         try:
             future.set_result(self._compile(key, constraint, slow))
-        except ProcessEnded:
+        except (ProcessEnded, CompileDelayed) as error:
             if slow or not self._to_slow_lane(key, job):
-                future.set_exception(UnsupportedConstraint(TOO_LARGE))
+                delayed = isinstance(error, CompileDelayed)
+                future.set_exception(error if delayed else UnsupportedConstraint(TOO_LARGE))
         except BaseException as error:  # the caller gets it from the future
             future.set_exception(error)
         if self.fork_server.close is not None:
@@ -150,7 +151,7 @@ class GrammarCompiler:
     def _compile(
         self, key: bytes, constraint: StructuredOutputsParams, slow: bool
     ) -> GrammarProcess:
-        """The process of a grammar. Raises ProcessEnded: it exceeds the limits."""
+        """The process of a grammar. Raises ProcessEnded: it exceeds the limits; CompileDelayed: the machine is too busy."""
         process = self.fork_server.fork()
         with self._lock:
             self._running[key] = process

@@ -22,7 +22,7 @@ import msgspec
 import quire
 from quire import env
 from quire.errors import ConfigError
-from quire.features.structured.errors import UnsupportedConstraint
+from quire.features.structured.errors import CompileDelayed, UnsupportedConstraint
 from quire.features.structured.grammar_messages import (
     END,
     FORK,
@@ -55,6 +55,11 @@ log = get_logger(__name__)
 START_S = 120.0  # to read the vocabulary
 STEP_S = 2.0  # wall-clock limit of a message of a step; STEP_CPU_S and ROW_CPU_S limit its processor time
 COMPILE_WALL = 5  # wall-clock limit of a compile, times its CPU limit: other work shares the cores
+NICE_WALL = 30  # the same for a process of low priority
+BUSY = (
+    "the machine is too busy to compile the grammar of structured_outputs within {:g} s;"
+    " send the request again later"
+)
 encode = msgspec.msgpack.encode
 T = TypeVar("T")
 
@@ -165,7 +170,7 @@ class GrammarProcess:
         return not ready_for_reading([self.pipe], 0)  # readable: it has ended
 
     def check(self, constraint: StructuredOutputsParams, cpu_s: float) -> str | None:
-        """As `validate.fault_of`. Raises ProcessEnded: it exceeds its limits."""
+        """As `validate.fault_of`. Raises ProcessEnded: it exceeds its limits; CompileDelayed: the machine is too busy."""
         return self._ask(Check(constraint, cpu_s), COMPILE_WALL * cpu_s).error
 
     def compile(
@@ -175,9 +180,11 @@ class GrammarProcess:
 
         Raises:
             ProcessEnded: it needs more processor time or memory than `cpu_s` and `memory`.
+            CompileDelayed: the machine is too busy.
             UnsupportedConstraint: it cannot be enforced.
         """
-        reply = self._ask(Compile(constraint, cpu_s, memory, nice), COMPILE_WALL * cpu_s)
+        wall_s = (NICE_WALL if nice else COMPILE_WALL) * cpu_s
+        reply = self._ask(Compile(constraint, cpu_s, memory, nice), wall_s)
         if reply.error is not None:
             self.close()
             log.info("a constraint is refused: %s (%s)", reply.error, reply.cause)
@@ -186,8 +193,13 @@ class GrammarProcess:
 
     def _ask(self, message: Any, seconds: float) -> CompileReply:
         until = time.monotonic() + seconds
-        self.send(message, until)
-        return self._decoded(until, CompileReply)
+        try:
+            self.send(message, until)
+            return self._decoded(until, CompileReply)
+        except ProcessEnded as error:
+            if time.monotonic() < until:
+                raise
+            raise CompileDelayed(BUSY.format(seconds)) from error
 
     def begin(
         self, number: int, settings: GrammarRowSettings, outputs: Sequence[int], until: float

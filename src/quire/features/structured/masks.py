@@ -33,7 +33,7 @@ from torch import Tensor
 
 from quire.errors import ConfigError
 from quire.features.structured.compiler import GrammarCompiler
-from quire.features.structured.errors import UnsupportedConstraint
+from quire.features.structured.errors import CompileDelayed, UnsupportedConstraint
 from quire.features.structured.gate import NAME, apply_compile_requests
 from quire.features.structured.grammar_messages import GrammarRowSettings
 from quire.features.structured.grammar_process import STEP_S, GrammarProcess
@@ -229,7 +229,7 @@ class GrammarMasks(Processor):
                 )
         except ProcessEnded:
             raise
-        except UnsupportedConstraint as error:
+        except (UnsupportedConstraint, CompileDelayed) as error:
             grammar.fail(str(error))
         except ConfigError as error:
             log.warning("structured outputs: %s", error)
