@@ -14,8 +14,9 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors import safe_open
 
 from quire.layers.rotary import ROPE_INIT_FUNCTIONS
+from tests.tiny_text import tiny_text
 
-TINY = Path(__file__).parents[2] / "src" / "quire" / "embedded" / "quire-tiny"
+TINY = tiny_text()
 KINDS = {
     "mistral": "llama", "mixtral": "llama", "gemma3_text": "gemma3", "gpt_oss": "gpt-oss", "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe", "minimax_m2": "minimax-m2", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "gemma4_text": "gemma4", "llama4_text": "llama4",

@@ -361,7 +361,7 @@ def _tiles(
 
 def stored_in(file: Path) -> list[tuple[str, str, Sequence[int]]]:
     """Checkpoint name, type and shape of each tensor of a model."""
-    header = read_header(file)
+    header = read_header(file, tokenizer=False)
     found = tensor_places(header, config_of(header))
     return [
         (each.name, "BF16" if each.columns and each.tiled else each.tensor.kind, _shape(each))

@@ -10,11 +10,11 @@ Source: the specification in ggml-org/ggml, docs/gguf.md.
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
 import re
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ SPLIT = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.gguf$")
 NUMBERS = dict(enumerate("B b H h I i f ?".split())) | {10: "Q", 11: "q", 12: "d"}
 """Type of a value -> its letter in `struct`."""
 STRING, ARRAY = 8, 9
+LENGTH = struct.Struct("<Q")
 
 TYPES = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
@@ -72,15 +73,17 @@ class GgufHeader:
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
 
-def read_header(file: Path) -> GgufHeader:
+def read_header(file: Path, tokenizer: bool = True) -> GgufHeader:
     """The header of a model, from its only file or from the first of its parts.
+
+    `tokenizer`: with its lists, of 300,000 texts in a usual file; else the metadata lack them.
 
     Raises:
         ConfigError: a file is damaged; the message names it and the byte.
         ModelNotFound: a part is missing. Unsupported: an old or a big-endian file.
     """
     files = parts_of(file)
-    read = [_read(each) for each in files]
+    read = [_read(each, tokenizer) for each in files]
     declared = read[0].metadata.get("split.count", 0)
     if isinstance(declared, int) and declared > len(files):
         raise ModelNotFound(
@@ -113,23 +116,35 @@ def parts_of(file: Path) -> list[Path]:
     return files
 
 
-def _read(file: Path) -> GgufHeader:
+def _read(file: Path, tokenizer: bool) -> GgufHeader:
     try:
-        with file.open("rb") as opened:
-            size = file.stat().st_size
-            if size < 24:
-                raise ConfigError(f"{file} is not a GGUF file: it has {size} bytes")
-            with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _HeaderReader(file, data, size).header()
+        about = file.stat()
+        read = _parsed if tokenizer else _parsed_once
+        return read(file, about.st_size, about.st_mtime_ns, tokenizer)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error}") from None
 
 
-class _HeaderReader:
-    """Reads values one after the other; `offset`: the next byte."""
+def _parsed(file: Path, size: int, changed_ns: int, tokenizer: bool) -> GgufHeader:
+    if size < 24:
+        raise ConfigError(f"{file} is not a GGUF file: it has {size} bytes")
+    with (
+        file.open("rb") as opened,
+        mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_READ) as data,
+    ):
+        return _HeaderReader(file, data, size, tokenizer).header()
 
-    def __init__(self, file: Path, data: mmap.mmap, size: int):
-        self.file, self.data, self.size = file, data, size
+
+_parsed_once = functools.lru_cache(_parsed)
+"""A start needs the tensors of a file four times. Headers with a tokenizer are not kept, for their size."""
+
+
+class _HeaderReader:
+    """Reads values one after the other; `offset`: the next byte. `keeps`: whether lists of the current key are returned whole."""
+
+    def __init__(self, file: Path, data: mmap.mmap, size: int, tokenizer: bool):
+        self.file, self.data, self.size, self.tokenizer = file, data, size, tokenizer
+        self.keeps = True
         self.limit, self.offset = min(size, LONGEST_HEADER), 0
 
     def wrong(self, why: str) -> ConfigError:
@@ -173,10 +188,22 @@ class _HeaderReader:
             return list(struct.unpack(each, self.take(struct.calcsize(each))))
         if kind not in (STRING, ARRAY) or count > (self.limit - self.offset) // 8:
             raise self.wrong(f"an array claims {count} values of type {kind}")
-        one: Callable[[], Any] = (
-            self.string if kind == STRING else lambda: self.value(kind, depth + 1)
-        )
-        return [one() for _ in range(count)]
+        if kind == STRING:
+            return self.strings(count)
+        return [self.value(kind, depth + 1) for _ in range(count)]
+
+    def strings(self, count: int) -> list[str]:
+        """All, or none if they are passed over. One loop without calls, as a vocabulary has 150,000."""
+        length, data, end, limit = LENGTH.unpack_from, self.data, self.offset, self.limit
+        found: list[str] = []
+        for _ in range(count):
+            start = end + LENGTH.size
+            if start > limit or (end := start + length(data, end)[0]) > limit:
+                raise self.wrong("a list of texts ends beyond the file")
+            if self.keeps:
+                found.append(data[start:end].decode("utf-8", "replace"))
+        self.offset = end
+        return found
 
     def header(self) -> GgufHeader:
         if self.take(4) != MAGIC:
@@ -194,7 +221,10 @@ class _HeaderReader:
         metadata: dict[str, Any] = {}
         for _ in range(num_pairs):
             key = self.string()
-            metadata[key] = self.value(self.number("I"))
+            self.keeps = self.tokenizer or not key.startswith("tokenizer.")
+            value = self.value(self.number("I"))
+            if self.keeps or not isinstance(value, list):
+                metadata[key] = value
         found = [self.tensor() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 1 <= alignment <= LARGEST_ALIGNMENT:

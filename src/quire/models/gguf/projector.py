@@ -104,7 +104,7 @@ def read_projector(file: Path) -> Projector:
     """
     if not file.is_file():
         raise ModelNotFound(f"--mmproj {file} does not exist; pass the file with the vision tower")
-    header = read_header(file)
+    header = read_header(file, tokenizer=False)
     kind = str(header.get("vision.projector_type") or header.get("projector_type") or "mlp")
     if header.architecture != "clip" or not header.get("has_vision_encoder"):
         raise Unsupported(f"{file} (no vision tower of llama.cpp) for --mmproj", "pass the file mmproj*.gguf of the model")  # fmt: skip

@@ -38,7 +38,7 @@ def header_in(folder: str) -> GgufHeader:
     """The header of the model in a directory. Raises: as `read_header`; ConfigError: there is none."""
     if (file := only_model(Path(folder))) is None:
         raise ConfigError(f"{folder} has no GGUF file")
-    return read_header(file)
+    return read_header(file, tokenizer=False)
 
 
 def gguf_tensors(
