@@ -24,7 +24,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from quire.errors import ConfigError
-from quire.features.structured.errors import CompileDelayed, UnsupportedConstraint
+from quire.features.structured.errors import UnsupportedConstraint
 from quire.features.structured.grammar_process import GrammarForkServer, GrammarProcess
 from quire.features.structured.vocabulary import Vocabulary
 from quire.processes.isolated_child import ProcessEnded
@@ -132,10 +132,9 @@ class GrammarCompiler:
         constraint, future = job
         try:
             future.set_result(self._compile(key, constraint, slow))
-        except (ProcessEnded, CompileDelayed) as error:
+        except ProcessEnded:
             if slow or not self._to_slow_lane(key, job):
-                delayed = isinstance(error, CompileDelayed)
-                future.set_exception(error if delayed else UnsupportedConstraint(TOO_LARGE))
+                future.set_exception(UnsupportedConstraint(TOO_LARGE))
         except BaseException as error:  # the caller gets it from the future
             future.set_exception(error)
         if self.fork_server.close is not None:

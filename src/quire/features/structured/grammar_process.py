@@ -54,12 +54,8 @@ log = get_logger(__name__)
 
 START_S = 120.0  # to read the vocabulary
 STEP_S = 2.0  # wall-clock limit of a message of a step; STEP_CPU_S and ROW_CPU_S limit its processor time
-COMPILE_WALL = 5  # wall-clock limit of a compile, times its CPU limit: other work shares the cores
-NICE_WALL = 30  # the same for a process of low priority
-BUSY = (
-    "the machine is too busy to compile the grammar of structured_outputs within {:g} s;"
-    " send the request again later"
-)
+COMPILE_WALL = 30  # wall-clock limit of a compile, times its CPU limit: other work shares the cores
+BUSY = "the machine is too busy to compile the grammar; send the request again later"
 encode = msgspec.msgpack.encode
 T = TypeVar("T")
 
@@ -183,8 +179,7 @@ class GrammarProcess:
             CompileDelayed: the machine is too busy.
             UnsupportedConstraint: it cannot be enforced.
         """
-        wall_s = (NICE_WALL if nice else COMPILE_WALL) * cpu_s
-        reply = self._ask(Compile(constraint, cpu_s, memory, nice), wall_s)
+        reply = self._ask(Compile(constraint, cpu_s, memory, nice), COMPILE_WALL * cpu_s)
         if reply.error is not None:
             self.close()
             log.info("a constraint is refused: %s (%s)", reply.error, reply.cause)
@@ -199,7 +194,7 @@ class GrammarProcess:
         except ProcessEnded as error:
             if time.monotonic() < until:
                 raise
-            raise CompileDelayed(BUSY.format(seconds)) from error
+            raise CompileDelayed(BUSY) from error
 
     def begin(
         self, number: int, settings: GrammarRowSettings, outputs: Sequence[int], until: float

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import functools
 import math
-import mmap
 import re
 import struct
 from dataclasses import dataclass
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,10 +128,7 @@ def _read(file: Path, tokenizer: bool) -> GgufHeader:
 def _parsed(file: Path, size: int, changed_ns: int, tokenizer: bool) -> GgufHeader:
     if size < 24:
         raise ConfigError(f"{file} is not a GGUF file: it has {size} bytes")
-    with (
-        file.open("rb") as opened,
-        mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_READ) as data,
-    ):
+    with file.open("rb") as opened, mmap(opened.fileno(), size, access=ACCESS_READ) as data:
         return _HeaderReader(file, data, size, tokenizer).header()
 
 
@@ -142,7 +139,7 @@ _parsed_once = functools.lru_cache(_parsed)
 class _HeaderReader:
     """Reads values one after the other; `offset`: the next byte. `keeps`: whether lists of the current key are returned whole."""
 
-    def __init__(self, file: Path, data: mmap.mmap, size: int, tokenizer: bool):
+    def __init__(self, file: Path, data: mmap, size: int, tokenizer: bool):
         self.file, self.data, self.size, self.tokenizer = file, data, size, tokenizer
         self.keeps = True
         self.limit, self.offset = min(size, LONGEST_HEADER), 0
