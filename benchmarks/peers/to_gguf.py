@@ -208,7 +208,9 @@ def describe(writer: Any, config: dict[str, Any]) -> None:
         writer.add_ssm_time_step_rank(heads)
         writer.add_ssm_inner_size(heads * config["linear_value_head_dim"])
         writer.add_full_attention_interval(config["full_attention_interval"])
-        writer.add_rope_dimension_sections([rotated // 2, 0, 0, 0])
+        # The pairs of a head take turns among three positions, which are equal in a text. llama.cpp gives the others position 0.
+        third = -(-rotated // 6)
+        writer.add_rope_dimension_sections([third, third, rotated // 2 - 2 * third, 0])
 
 
 def add_tokenizer(writer: Any, source: Path) -> None:
