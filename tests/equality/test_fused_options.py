@@ -24,7 +24,7 @@ from quire.layers.decoder_layer import (
 from quire.layers.moe import Experts, MoE, Router
 from quire.layers.native_parts import AttentionParts
 from quire.layers.norm import LayerNorm, RMSNorm
-from quire.layers.recurrent import GatedDeltaNet
+from quire.layers.recurrent import GatedDeltaNet, Mamba2Mixer, Mamba2Sizes
 from quire.layers.weights import weights_of
 from quire.models.base import CausalLM
 from quire.models.hf_config import TextConfig
@@ -100,6 +100,7 @@ CASES = [
     *((name, {"mlp": options}) for name, options in MLPS.items()),
     *((name, {"config": options}) for name, options in ROPES.items()),
     ("delta nets", {"attention": {"output_gate": True}}),
+    ("mamba 2", {}),
     ("experts with weights of inputs", {"experts": {"on_input": True}}),
 ]
 
@@ -115,6 +116,11 @@ class Family(CausalLM):
         if self.case == "delta nets" and i < 2:
             net = GatedDeltaNet(self.cfg, interleaved=i == 1)
             return DecoderLayer(self.cfg, net, GatedMLP(self.cfg))
+        if self.case == "mamba 2" and i < 2:  # the first one's step sizes do not fill a panel
+            sizes = Mamba2Sizes((4, 8)[i], 32, (1, 2)[i], 16, (4, 3)[i])
+            limits, conv_bias = ((0.01, 0.4), None)[i], i == 0
+            mixer = Mamba2Mixer(64, sizes, 1e-5, limits=limits, conv_bias=conv_bias, gate_first=i == 0)  # fmt: skip
+            return DecoderLayer(self.cfg, mixer, GatedMLP(self.cfg))
         attention = SelfAttention(self.cfg, i, **self.options.get("attention", {}))
         mlp: nn.Module = GatedMLP(self.cfg, **self.options.get("mlp", {}))
         if "experts" in self.options:

@@ -116,6 +116,11 @@ def test_a_missing_tokenizer_is_called_a_tokenizer(tmp_path: Path, name: str) ->
     assert "weights" not in str(caught.value)
 
 
+def test_the_tokenizer_of_an_embedded_model() -> None:
+    found = checkpoint_locator.locate_tokenizer("/here", ModelConfig(tokenizer="quire-tiny-draft"), LoadConfig())  # fmt: skip
+    assert found == str(checkpoint_locator.EMBEDDED / "quire-tiny-draft")
+
+
 # ------------------------------------------------------------------------------------ the hub
 
 

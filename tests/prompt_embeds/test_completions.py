@@ -6,7 +6,6 @@ import asyncio
 import base64
 import io
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,12 +16,12 @@ from asgi import browser
 from safetensors.torch import load_file, save
 from scripted import make_state
 
-import quire
 from quire.api.async_engine import AsyncEngine
 from quire.config.engine import EngineConfig
 from quire.engine.build import make_client
 from quire.server.media_room import MediaRoom
 from quire.server.state import ServerState
+from tests.tiny_text import tiny_text
 
 TEXT = "/v1/completions"
 TEXTS = ["Once upon a time", "The quick brown fox jumps"]
@@ -58,8 +57,7 @@ def post(state: ServerState, *bodies: dict[str, Any]) -> list[httpx.Response]:
 
 
 def rows(state: ServerState, text: str) -> torch.Tensor:
-    folder = Path(quire.__file__).parent / "embedded" / "quire-tiny"
-    table_VD = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    table_VD = load_file(tiny_text() / "model.safetensors")["model.embed_tokens.weight"]
     tokenizer = state.serving().tokenizer
     assert tokenizer is not None
     return table_VD[torch.tensor(tokenizer.encode(text))]

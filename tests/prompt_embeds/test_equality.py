@@ -17,6 +17,7 @@ from quire.frontend.prompt_embeddings import read_embeddings
 from quire.ops.cpu.bindings import best
 from quire.protocol.output import EngineOutput
 from quire.protocol.request import EngineRequest
+from tests.tiny_text import tiny_text
 
 COUNT = 20
 
@@ -155,10 +156,7 @@ DRAFTS = {
 def embedded(llm: LLM) -> list[dict[str, Any]]:
     from safetensors.torch import load_file
 
-    import quire
-
-    folder = Path(quire.__file__).parent / "embedded" / "quire-tiny"
-    table_VD = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    table_VD = load_file(tiny_text() / "model.safetensors")["model.embed_tokens.weight"]
     ids = [llm.get_tokenizer().encode(text) for text in TEXTS]
     return [{"prompt_embeds": table_VD[torch.tensor(one)]} for one in ids]
 

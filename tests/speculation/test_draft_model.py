@@ -261,4 +261,8 @@ def test_shared_noise_accepts_as_the_formula_says() -> None:
 
 def test_an_encoder_is_no_draft_model() -> None:
     with pytest.raises(ConfigError, match="choose one that generates text"):
-        LLM("quire-tiny", max_model_len=256, speculative_config={"model": "quire-tiny-embed"})
+        LLM(
+            "quire-tiny",
+            max_model_len=256,
+            speculative_config={"model": "quire-tiny-embed", "use_heterogeneous_vocab": True},
+        )

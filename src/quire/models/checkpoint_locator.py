@@ -94,8 +94,10 @@ def locate_tokenizer(path: str, model: ModelConfig, load: LoadConfig) -> str:
     name = model.tokenizer
     if name is None or name == model.model:
         return with_tokenizer_json(path)
-    if os.path.isdir(folder := Path(os.path.expanduser(name)).absolute()):
-        return with_tokenizer_json(str(folder))
+    folder = Path(os.path.expanduser(name)).absolute()
+    for found in (folder, EMBEDDED / name):
+        if os.path.isdir(found):
+            return with_tokenizer_json(str(found))
     refuse_url("tokenizer", name, LOCAL_TOKENIZER)
     if os.path.isfile(folder) or _is_path(name):
         what = "is a file" if os.path.isfile(folder) else "does not exist"

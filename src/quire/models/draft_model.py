@@ -254,7 +254,7 @@ def _check_vocabulary(resolved: Resolved, options: SpeculativeOptions, draft: Dr
         return
     own, target = (model_size(each.hf_config, "vocab_size") for each in (draft, resolved))
     raise ConfigError(
-        f"{KEY}.model={options.model or draft.path}: its vocabulary ({own} tokens) is not the model's ({target}"
+        f"{KEY}.model={options.model or draft.path}: its vocabulary ({own} tokens) differs from the model's ({target}"
         " tokens); use a draft model with the same tokenizer, or join them by their texts with use_heterogeneous_vocab"
     )
 

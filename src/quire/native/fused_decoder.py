@@ -176,7 +176,7 @@ class FusedDecoder:
             self.group_of_layer.append(number)
         if not self.groups:  # nothing says where the rows of a step are
             for _, native in self.structs:
-                native.delta_net = None
+                native.delta_net = native.mamba2_mixer = None
         self.parts: dict[frozenset[int], list[Part]] = {}
 
     @property

@@ -4,7 +4,7 @@ Knows the parts that a layer with a bound KV cache declares (`layers/native_part
 (kernels/layer.h). A sublayer that the kernels do not support has no weights there; it runs as modules.
 
     attention    norm, QKV, QK-norm, scale of queries, RoPE, KV write, attention, gate, output projection, norm, scale; or
-                 norm, a gated delta net (`fused_delta_net.py`), norm, scale
+                 norm, a gated delta net (`fused_delta_net.py`) or a `Mamba2Mixer` (`fused_mamba2_mixer.py`), norm, scale
     MLP          norm, gate and up, activation, down, norm, scale; or norm, a mixture (`fused_moe.py`), norm, scale
 """
 
@@ -21,6 +21,7 @@ from quire.layers.decoder_layer import GatedMLP
 from quire.layers.native_parts import AttentionParts, layer_parts, native_parts
 from quire.layers.norm import LayerNorm, Norm, RMSNorm
 from quire.native.fused_delta_net import native_delta_net
+from quire.native.fused_mamba2_mixer import native_mamba2_mixer
 from quire.native.fused_moe import native_mixture
 from quire.ops.cpu.structs import LAYER_NORM, RMS, RMS_PLUS_ONE, CLayer, CNorm
 
@@ -45,7 +46,7 @@ def native_layer(layer: nn.Module, pairs: int) -> CLayer:
 
 
 def has_attention(layer: CLayer) -> bool:
-    return layer.qkv.data is not None or layer.delta_net is not None
+    return any(part is not None for part in (layer.qkv.data, layer.delta_net, layer.mamba2_mixer))
 
 
 def has_mlp(layer: CLayer) -> bool:
@@ -71,7 +72,9 @@ def native_norm(norm: Norm | None, takes_bias: bool = False) -> CNorm | None:
 
 def fill_attention(module: nn.Module, pairs: int, native: CLayer) -> None:
     if not native.parallel and (net := native_delta_net(module)) is not None:
-        native.delta_net_references, native.delta_net = net, ctypes.addressof(net)
+        native.recurrent_references, native.delta_net = net, ctypes.addressof(net)
+    if not native.parallel and (mixer := native_mamba2_mixer(module)) is not None:
+        native.recurrent_references, native.mamba2_mixer = mixer, ctypes.addressof(mixer)
     if not isinstance(parts := native_parts(module), AttentionParts):
         return
     attention = parts.module

@@ -1,5 +1,6 @@
 // A layer in one call has the bits of its parts.
 #include "delta_net.h"
+#include "mamba2_mixer.h"
 #include "small_layer.h"
 
 CHECK(layer) {
@@ -123,7 +124,7 @@ CHECK(layer_options) {
   if (!memcmp(found[0].data, found[1].data, T * hidden * sizeof(bf16))) failures++, fprintf(stderr, "parallel changes nothing\n");
 }
 
-// A gate of attention's output, and a delta net in place of attention: whole, and cut into two steps, give the same bits.
+// A gate of attention's output, and a delta net or Mamba-2 in place of attention: whole, and cut into two steps, give the same bits.
 CHECK(gated_layers) {
   Random random(7);
   SmallLayer small(random, 2);
@@ -137,6 +138,10 @@ CHECK(gated_layers) {
   Guarded<float> state(2 * size);
   quire::DeltaNet net{made(channels + values, hidden), made(32, hidden), made(hidden, values), conv, norm, bias, a_log, conv_state,
                       state, conv_size, size, key_heads, K, heads, V, taps, 0, heads, key_heads, 0, 1e-6f};
+  const auto mamba_bias = random.bf16s(channels), mamba_norm = random.bf16s(values);
+  const auto skip = random.floats(heads);
+  quire::Mamba2Mixer mamba{made(2 * values + 2 * keys + 32, hidden), made(hidden, values), conv, mamba_bias, mamba_norm, bias, a_log, skip,
+                      conv_state, state, conv_size, size, key_heads, K, heads, V, taps, 0, values / key_heads, 1, 0.f, 1e9f, 1e-6f};
   quire::Layer gated = small.layer, recurrent{};
   gated.qkv = made((2 * SmallLayer::heads + 2 * SmallLayer::kv) * SmallLayer::D, hidden), gated.gated = 1;
   recurrent.delta_net = &net, recurrent.attention_in = gated.mlp_in, recurrent.hidden = hidden, recurrent.residual_scale = 1;
@@ -154,14 +159,15 @@ CHECK(gated_layers) {
     memcpy(y, x + from * hidden, (end - from) * hidden * sizeof(bf16));
     quire_layers(layers, groups, 2, steps, end - from, nullptr, y, residual, 1, &gated.mlp_in);
   };
-  for (int interleaved : {0, 1}) {
-    net.interleaved = interleaved;
+  for (int which : {0, 1, 2}) {
+    net.interleaved = which == 1;
+    if (which == 2) recurrent.delta_net = nullptr, recurrent.mamba2_mixer = &mamba;
     Guarded<bf16> whole(T * hidden), parts(T * hidden);
     for (auto* y : {&whole, &parts}) {
       memset(conv_state.data, 0, 2 * conv_size * sizeof(bf16)), memset(state.data, 0, 2 * size * sizeof(float));
       if (y == &whole) run(0, T, *y);
       else run(0, CUT, *y), run(CUT, T, *y + CUT * hidden);
     }
-    same(named("gated_layers", {interleaved}), parts.data, whole.data, T * hidden);
+    same(named("gated_layers", {which}), parts.data, whole.data, T * hidden);
   }
 }

@@ -122,17 +122,29 @@ class CDeltaNet(ctypes.Structure):
     ]
 
 
+class CMamba2Mixer(ctypes.Structure):
+    """`references` keeps references to what it points to."""
+
+    references: Any
+    _fields_: ClassVar[Sequence[Any]] = [
+        *_all(CWeight, "in out"),
+        *_all(c_void_p, "conv conv_bias norm bias a_log skip conv_state state"),
+        *_all(c_int64, "conv_step state_step groups K heads V taps first_head norm_group gate_first"),
+        *_all(c_float, "low high eps"),
+    ]  # fmt: skip
+
+
 class CLayer(ctypes.Structure):
-    """`references`, `delta_net_references` and `mixture_references` keep references to what it points to, beside weights
+    """`references`, `recurrent_references` and `mixture_references` keep references to what it points to, beside weights
     and cache."""
 
     references: Any
-    delta_net_references: Any
+    recurrent_references: Any
     mixture_references: Any
     _fields_: ClassVar[Sequence[Any]] = [
         *_all(CWeight, "qkv o gate_up down"),
         *_all(CNorm, "attention_in attention_out mlp_in mlp_out q_norm k_norm v_norm"),
-        *_all(c_void_p, "keys values key_scales value_scales sinks delta_net mixture flat_ranks"),
+        *_all(c_void_p, "keys values key_scales value_scales sinks delta_net mamba2_mixer mixture flat_ranks"),
         *_all(c_int64, "kind hidden heads kv_heads D rope interleaved block_size window act kv_parts flat_norms gated parallel kv_copies joined"),
         *_all(c_float, "scale softcap residual_scale"),
     ]  # fmt: skip
@@ -232,6 +244,7 @@ MIRRORS: tuple[type[ctypes.Structure], ...] = (
     CExperts,
     CMixture,
     CDeltaNet,
+    CMamba2Mixer,
     CNorm,
     CLayer,
     CStep,

@@ -3,7 +3,7 @@
 //
 //   x, residual = norm(x + residual), x + residual;  the sum itself where a layer has no norm
 //   q, k, v = qkv(x);  QK-norm and RoPE;  k, v to the cache (one pass over all three);  attention
-//   x = residual_scale * norm(o(attention)), attention times the sigmoid of its gate; or a gated delta net in place of attention
+//   x = residual_scale * norm(o(attention)), attention times the sigmoid of its gate; or a gated delta net or Mamba-2 in place of attention
 //   x, residual = norm(x + residual), ...
 //   x = residual_scale * norm(down(activation(gate(x)) * up(x)))
 //
@@ -12,6 +12,7 @@
 
 #include "delta_net.h"
 #include "kv_write.h"
+#include "mamba2_mixer.h"
 #include "mixture.h"
 #include "norm_rope_act.h"
 #include "team.h"
@@ -122,7 +123,12 @@ static void attention_sublayer(const Layer& l, const Step& s, bf16* x, bf16* res
     l.attention_in.add(x, residual, T, l.hidden);
   }
   bf16* y = l.parallel ? keep_y.at_least(T * l.hidden) : x;
-  l.delta_net ? compute(*l.delta_net, s, x) : attend(l, s, x, y);
+  if (l.delta_net)
+    compute(*l.delta_net, s, x);
+  else if (l.mamba2_mixer)
+    compute(*l.mamba2_mixer, s, x);
+  else
+    attend(l, s, x, y);
   if (l.parallel)
     Norm{}.add(y, residual, T, l.hidden);
   else
@@ -155,7 +161,7 @@ EXPORT void quire_layers(const Layer* const* layers, const int64_t* groups, long
   const AdapterScope scope(adapters, tokens);
   for (long i = 0; i < count; i++) {
     const Layer& l = *layers[i];
-    if (l.qkv.data || l.delta_net) attention_sublayer(l, *steps[groups[i]], x, residual, first && i == 0);
+    if (l.qkv.data || l.delta_net || l.mamba2_mixer) attention_sublayer(l, *steps[groups[i]], x, residual, first && i == 0);
     if (l.gate_up.data || l.mixture) mlp_sublayer(l, tokens, x, residual);
   }
   if (norm) norm->add(x, residual, tokens, layers[0]->hidden);

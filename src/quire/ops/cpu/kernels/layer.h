@@ -74,14 +74,16 @@ struct Norm {
 
 struct Mixture;
 struct DeltaNet;
+struct Mamba2Mixer;
 
-struct Layer {  // fixed once the model is loaded; a half without weights (qkv or delta_net; gate_up or mixture) is not run
+struct Layer {  // fixed once the model is loaded; a half without weights (qkv, delta_net or mamba2_mixer; gate_up or mixture) is not run
   Weight qkv, o, gate_up, down;
   Norm attention_in, attention_out, mlp_in, mlp_out, q_norm, k_norm, v_norm;
   void *keys, *values;
   float *key_scales, *value_scales;  // of a quantized cache
   const float* sinks;
   const DeltaNet* delta_net;  // in place of attention; may be null
+  const Mamba2Mixer* mamba2_mixer;       // likewise
   const Mixture* mixture;     // the MLP, in place of gate_up and down; may be null
   RankLink* flat_ranks;       // that split the heads of flat norms; may be null
   int64_t kind, hidden, heads, kv_heads, D, rope, interleaved, block_size, window, act;

@@ -5,6 +5,7 @@
 
 #include "delta_net.h"
 #include "encoder.h"
+#include "mamba2_mixer.h"
 #include "mixture.h"
 #include "step.h"
 
@@ -45,10 +46,15 @@ static const FieldLayout LAYOUTS[] = {
     FIELD(DeltaNet, state_step), FIELD(DeltaNet, key_heads), FIELD(DeltaNet, K), FIELD(DeltaNet, heads), FIELD(DeltaNet, V),
     FIELD(DeltaNet, taps), FIELD(DeltaNet, first_head), FIELD(DeltaNet, all_heads), FIELD(DeltaNet, all_key_heads), FIELD(DeltaNet, interleaved), FIELD(DeltaNet, eps),
 
+    WHOLE(Mamba2Mixer), FIELD(Mamba2Mixer, in), FIELD(Mamba2Mixer, out), FIELD(Mamba2Mixer, conv), FIELD(Mamba2Mixer, conv_bias), FIELD(Mamba2Mixer, norm),
+    FIELD(Mamba2Mixer, bias), FIELD(Mamba2Mixer, a_log), FIELD(Mamba2Mixer, skip), FIELD(Mamba2Mixer, conv_state), FIELD(Mamba2Mixer, state), FIELD(Mamba2Mixer, conv_step),
+    FIELD(Mamba2Mixer, state_step), FIELD(Mamba2Mixer, groups), FIELD(Mamba2Mixer, K), FIELD(Mamba2Mixer, heads), FIELD(Mamba2Mixer, V), FIELD(Mamba2Mixer, taps),
+    FIELD(Mamba2Mixer, first_head), FIELD(Mamba2Mixer, norm_group), FIELD(Mamba2Mixer, gate_first), FIELD(Mamba2Mixer, low), FIELD(Mamba2Mixer, high), FIELD(Mamba2Mixer, eps),
+
     WHOLE(Layer), FIELD(Layer, qkv), FIELD(Layer, o), FIELD(Layer, gate_up), FIELD(Layer, down), FIELD(Layer, attention_in),
     FIELD(Layer, attention_out), FIELD(Layer, mlp_in), FIELD(Layer, mlp_out), FIELD(Layer, q_norm), FIELD(Layer, k_norm),
     FIELD(Layer, v_norm), FIELD(Layer, keys), FIELD(Layer, values), FIELD(Layer, key_scales), FIELD(Layer, value_scales),
-    FIELD(Layer, sinks), FIELD(Layer, delta_net), FIELD(Layer, mixture), FIELD(Layer, kind), FIELD(Layer, hidden), FIELD(Layer, heads), FIELD(Layer, kv_heads), FIELD(Layer, D),
+    FIELD(Layer, sinks), FIELD(Layer, delta_net), FIELD(Layer, mamba2_mixer), FIELD(Layer, mixture), FIELD(Layer, kind), FIELD(Layer, hidden), FIELD(Layer, heads), FIELD(Layer, kv_heads), FIELD(Layer, D),
     FIELD(Layer, rope), FIELD(Layer, interleaved), FIELD(Layer, block_size), FIELD(Layer, window), FIELD(Layer, act),
     FIELD(Layer, kv_parts), FIELD(Layer, flat_norms), FIELD(Layer, gated), FIELD(Layer, parallel), FIELD(Layer, flat_ranks), FIELD(Layer, kv_copies), FIELD(Layer, joined), FIELD(Layer, scale), FIELD(Layer, softcap), FIELD(Layer, residual_scale),
 
