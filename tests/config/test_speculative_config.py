@@ -196,7 +196,7 @@ def test_a_drafter_that_fits(drafter: Any) -> None:
 @pytest.mark.parametrize(
     ("config", "given", "names"),
     [
-        (LLAMA | {"vocab_size": 65}, {}, r"vocabulary \(65 tokens\) is not .*64 tokens.* use_heterogeneous_vocab"),
+        (LLAMA | {"vocab_size": 65}, {}, r"vocabulary \(65 tokens\) differs from .*64 tokens.* use_heterogeneous_vocab"),
         (LLAMA | {"max_position_embeddings": 99}, {}, r"context is 99 tokens .*--max-model-len 99, or .*max_model_len=99"),
         (LLAMA, {"max_model_len": 999}, "max_model_len=999 is more than the 512 tokens"),
         (LLAMA, {"dtype": "int3"}, "dtype=int3: choose from auto, float32"),
