@@ -249,8 +249,8 @@ def asked_of(
 ) -> dict[str, Any]:
     tokens = max(w.rows * (w.prompt + w.output) for w in chosen)
     rows = max(w.rows for w in chosen)
-    # The engines of a group run at the same time: give each only the KV cache that it needs. Recurrent states count
-    # twice, because vLLM keeps them in it, and its blocks of a hybrid are as large as a layer's state.
+    # The engines of a group run at the same time: give each engine only the KV cache that it needs. Recurrent states
+    # count twice: vLLM keeps states in the KV cache, in blocks that are as large as a layer's state.
     states = 2 * 4 * rows * shape.state_elements
     need = (1.1 * tokens * shape.kv_elements * engine.bytes_of_kv(shape) + states) / 2**30
     return {

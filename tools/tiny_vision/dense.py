@@ -98,8 +98,9 @@ COUNTS = 1 + MOST
 
 
 def relations(scene: Scene) -> np.ndarray:
-    """[MOST * 7 + 8]: what each row of a thing is to hold beside its word (OWN; 0: there is none), so that the language model finds in one
-    place what is asked for together; and how many shapes of each colour, which the last rows are to hold."""
+    """[MOST * 7 + 8]: first, for each thing of the scene, the properties in OWN that the tower's row of the thing has to hold beside its word (0: the
+    thing has no such property), so that the language model finds properties that a question combines in one row; then the number of shapes of each
+    colour, for the last rows."""
     made = np.zeros((MOST + 2, len(OWN)), np.int64)
     for at, thing in enumerate(scene.things, 1):
         colour, kind = 1 + COLOURS.index(thing.colour), 1 + NAMES.index("number" if thing.is_number else thing.kind)  # fmt: skip

@@ -3,8 +3,8 @@
     python -m tools.tiny_vision.train RUN --steps 1500 --answers 0        the tower alone: what is in each patch, and captions
     python -m tools.tiny_vision.train RUN --steps 4000                    goes on, with questions that quire-tiny answers
 
-With `torchrun --nproc-per-node 2 -m tools.tiny_vision.train ...` two processes compute each step together. Each process has one core, and draws
-its own pictures.
+`torchrun --nproc-per-node 2 -m tools.tiny_vision.train ...` starts two processes, each on its own core. Both draw pictures and compute gradients
+for each step, and the step uses the mean of the gradients.
 
 RUN/state.pt is written every `--save` steps and on SIGTERM, and read when it is there. A moving average of the weights is kept,
 measured on held-out scenes every `--measure` steps, and exported.

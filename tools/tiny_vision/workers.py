@@ -1,5 +1,5 @@
-"""The processes of one training run, each on its own core. Threads of one process wait for each other in every operation; processes wait for each
-other once in a step."""
+"""The processes of one training run, each on its own core. The threads of a process wait for each other in every operation of a step; processes
+wait for each other only when a step averages the gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import distributed, nn
 
 
 class Workers:
-    """The processes that `torchrun` started for a training run; without `torchrun`, one process. Each process draws its own pictures and texts."""
+    """The processes of a training run: as many as `torchrun` started, or one without `torchrun`. No two processes draw the same pictures and texts."""
 
     def __init__(self) -> None:
         if "RANK" in os.environ:

@@ -126,6 +126,7 @@ def _read(file: Path, tokenizer: bool) -> GgufHeader:
 
 
 def _parsed(file: Path, size: int, changed_ns: int, tokenizer: bool) -> GgufHeader:
+    """`size` and `changed_ns` of the file are also keys of `_parsed_once`, so that a changed file is read again."""
     if size < 24:
         raise ConfigError(f"{file} is not a GGUF file: it has {size} bytes")
     with file.open("rb") as opened, mmap(opened.fileno(), size, access=ACCESS_READ) as data:
@@ -190,7 +191,7 @@ class _HeaderReader:
         return [self.value(kind, depth + 1) for _ in range(count)]
 
     def strings(self, count: int) -> list[str]:
-        """All, or none if they are passed over. One loop without calls, as a vocabulary has 150,000."""
+        """Read `count` texts, or pass over them and return none. One loop without calls: a vocabulary has 150,000 texts."""
         length, data, end, limit = LENGTH.unpack_from, self.data, self.offset, self.limit
         found: list[str] = []
         for _ in range(count):
