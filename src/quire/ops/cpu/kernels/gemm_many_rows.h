@@ -11,7 +11,7 @@
 
 namespace quire {
 
-constexpr long AMX_MIN_ROWS = 512;  // rows, from which on gemm_amx.h is faster: at 256 by 0.8, at 512 by 1.1, at 1024 by 1.3
+constexpr long AMX_MIN_ROWS = 272;  // rows, from which on gemm_amx.h is faster: in bf16 at 256 by 1.0, at 320 by 1.1, at 500 by 1.2
 
 // Rows [first, first + rows) of x, in groups, `deep` steps from `k` on; or all steps, for rows that are to be quantized.
 template <class F>
