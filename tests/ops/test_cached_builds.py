@@ -60,6 +60,17 @@ def test_a_changed_byte_is_detected(cache: Path, monkeypatch: pytest.MonkeyPatch
         build.library(PORTABLE)
 
 
+def test_what_a_killed_build_left_is_removed_and_a_running_build_stays(cache: Path) -> None:
+    old, running = cache / f"{build.SCRATCH}old", cache / f"{build.SCRATCH}running"
+    for folder in (old, running):
+        folder.mkdir(parents=True)
+        (folder / "gemm.o").write_bytes(b"code")
+    os.utime(old, (1, 1))
+    cache.chmod(0o700)
+    made = build.library(PORTABLE)
+    assert sorted(path.name for path in cache.iterdir()) == sorted([running.name, made.name])
+
+
 def best() -> bindings.Kernels | None:
     return bindings.best.__wrapped__()
 

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from quire import env
@@ -35,6 +35,8 @@ FLAGS = tuple(
 )
 PATIENCE_S = 600  # compiler timeout: a file takes 3 s on an idle machine, but a machine may be slow, busy or suspended
 SEAL = 32  # bytes of the hash at the end
+SCRATCH = "building-"
+"""Prefix of the temporary folder of a running build."""
 PRIVATE = "quire-kernels-"
 """Prefix of the temporary folder that has a build for one process."""
 
@@ -110,6 +112,7 @@ def library(isa: Isa) -> Path:
         with _lock(root):
             if _is_cached(root / name):
                 return root / name
+            _remove_killed_builds(root)
             library = make(isa, root)
     except Unsafe as why:
         log.warning(
@@ -125,6 +128,14 @@ def library(isa: Isa) -> Path:
 
 def _is_cached(path: Path) -> bool:
     return is_ours(path) and is_whole(path)
+
+
+def _remove_killed_builds(folder: Path) -> None:
+    """Delete what builds left that were killed: folders in which nothing changed for longer than a compiler may take."""
+    for left in folder.glob(f"{SCRATCH}*"):
+        with suppress(OSError):  # its build ends now
+            if time.time() - left.stat().st_mtime > 2 * PATIENCE_S:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 @contextmanager
@@ -208,7 +219,7 @@ def make(isa: Isa, folder: Path) -> Path:
         "compiling the CPU kernels for %s once; this takes about half a minute on two cores",
         isa.name,
     )
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+    with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder) as scratch:
         for name, text in texts.items():
             (Path(scratch) / name).write_bytes(text)
         objects = {one: one.with_suffix(".o") for one in Path(scratch).glob("*.cpp")}
