@@ -283,6 +283,22 @@ def test_a_bomb_in_the_middle_of_an_output_fails_alone(plain: Engine, jumps: boo
     assert plain.tokens([prompt(1)], params(Form(regex="[a-z]{30}"), max_tokens=40)) == expected
 
 
+def test_a_grammar_that_a_busy_machine_delays_asks_to_send_again(
+    plain: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    """HTTP 503 with Retry-After, not 400."""
+    form = Form(regex="delayed[0-9]{2}")
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_process, "COMPILE_WALL", 1e-6)
+        plain.client.submit(EngineRequest("late", prompt(1), params(form, max_tokens=20)))
+        ended: list[Any] = []
+        while not ended:
+            ended = [out for out in plain.client.outputs() if out.finish is not None]
+    assert (ended[0].finish, ended[0].error_kind) == ("error", "overloaded")
+    assert "send the request again" in ended[0].error
+    assert plain.tokens([prompt(1)], params(form, max_tokens=20))[0]
+
+
 def test_a_process_that_is_killed_is_replaced(plain: Engine):
     form = Form(regex="[0-9]{3}-[a-z]{30}")
     expected = plain.tokens([prompt(2)] * 2, params(form, max_tokens=40))

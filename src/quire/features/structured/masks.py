@@ -229,8 +229,10 @@ class GrammarMasks(Processor):
                 )
         except ProcessEnded:
             raise
-        except (UnsupportedConstraint, CompileDelayed) as error:
+        except UnsupportedConstraint as error:
             grammar.fail(str(error))
+        except CompileDelayed as error:
+            grammar.delay(str(error))
         except ConfigError as error:
             log.warning("structured outputs: %s", error)
             grammar.fail(NO_TOKENIZER)

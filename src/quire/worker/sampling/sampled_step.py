@@ -47,6 +47,13 @@ class RequestFault(str):
     kind: ClassVar[ErrorKind] = "invalid"
 
 
+class OverloadedFault(RequestFault):
+    """The machine had too little time for the request. The same request may succeed later."""
+
+    __slots__ = ()
+    kind = "overloaded"
+
+
 class ProcessorFault(RequestFault):
     """An exception of a logits processor."""
 
