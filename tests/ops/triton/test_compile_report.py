@@ -19,6 +19,7 @@ MOST_STACK = {
 E4M3 = {
     "code_groups_kernel"
 }  # for 8-bit floats alone, which cards before Ada have no instructions for
+TMA = {"wide_kernel"}  # with tensor descriptors, which cards before Hopper lack
 
 
 @pytest.mark.slow
@@ -44,6 +45,8 @@ def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
     }
     if capability < 89:
         written -= E4M3
+    if capability < 90:
+        written -= TMA
     assert kernels == written, "a kernel is not in compile_report.py"
     # What is exact stays so: no product and sum became one, with one rounding less.
     assert all(line["fma"] == 0 for line in found if line["what"] == "int8 products")
