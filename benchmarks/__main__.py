@@ -6,6 +6,7 @@ It imports only the module of that benchmark, because the load generator must ru
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -53,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         known = ", ".join(KINDS)
         print(f"python -m benchmarks: error: {words[0]!r}: not one of {known}", file=sys.stderr)
         return 2
+    # On SIGTERM, exit by an exception, so that started servers and stopped engines are ended.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     return int(importlib.import_module(f"benchmarks.{KINDS[kind][0]}").main(words))
 
 

@@ -91,16 +91,33 @@ def main(argv: Sequence[str]) -> int:
         room = max(given.clients), given.input_len + given.output_len
         servers += [(*named(known(peer, given.peers, *room)), folder) for peer in given.peer]
         prompts = asyncio.run(_prompts(given))
-        rounds = [
-            (name, asyncio.run(_one_server(name, command, model, prompts, given)))
-            for _ in range(given.rounds)
-            for name, command, model in servers
-        ]
+        rounds = _rounds(servers, prompts, given)
     except QuireError as why:
         print(f"python -m benchmarks serving: error: {why}", file=sys.stderr)
         return 2 if isinstance(why, ConfigError) else 1
     _tell(given, rounds, " ".join(["python -m benchmarks serving", *argv]))
     return 0
+
+
+def _rounds(
+    servers: list[tuple[str, str, str]], prompts: list[BenchPrompt], given: argparse.Namespace
+) -> list[tuple[str, dict[str, Any]]]:
+    """(server, its figures) for each round. A peer that fails after its first round leaves the run, and keeps its figures."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    running = list(servers)
+    for number in range(given.rounds):
+        for server in list(running):
+            name, command, model = server
+            try:
+                figures = asyncio.run(_one_server(name, command, model, prompts, given))
+            except QuireError as why:
+                if number == 0 or server == servers[0]:
+                    raise
+                print(f"{name} leaves the run in round {number + 1}: {why}", file=sys.stderr)
+                running.remove(server)
+            else:
+                found.append((name, figures))
+    return found
 
 
 def known(peer: str, peers: Path, slots: int = 64, tokens: int = 1024) -> str:

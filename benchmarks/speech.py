@@ -16,7 +16,6 @@ import contextlib
 import datetime
 import json
 import os
-import signal
 import statistics
 import sys
 import tempfile
@@ -66,8 +65,6 @@ def main(argv: Sequence[str]) -> int:
     chosen = [name for name in ENGINES if any(name.startswith(one) for one in given.engines)]
     if not chosen:
         parser.error(f"--engines: not one of {', '.join(ENGINES)}")
-    # On SIGTERM, exit by an exception, so that stopped engines are ended.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         rows = measure(given, chosen)
     except QuireError as why:

@@ -31,8 +31,10 @@ from benchmarks.peers.report import Turn, page
 from quire import env
 from quire.errors import ConfigError, QuireError, StartupError
 from quire.observe.process_memory import process_tree, resident_bytes
+from quire.platforms.detect import memory
 
 PATIENCE_S = 900.0
+RUNTIME_GIB = 0.6  # memory of an engine beside weights, keys and values
 BF16, SHORT = "16 bits", "8 bits and fewer"
 
 
@@ -109,8 +111,6 @@ def main(argv: Sequence[str]) -> int:
     add("--out", type=Path, default=Path("benchmarks/results"), help="folder of results")
     add("--prepare", action="store_true", help="make the checkpoints and do nothing more")
     given = parser.parse_args(argv)
-    # On SIGTERM, exit by an exception, so that `close` ends stopped engines: they would stay forever.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         return _measure(given, " ".join(["python -m benchmarks peers", *argv]))
     except QuireError as why:
@@ -134,9 +134,11 @@ def _measure(given: argparse.Namespace, command: str) -> int:
         names = [name for name in given.engines if ENGINES[name].group == group]
         with contextlib.ExitStack() as open_:
             running: dict[str, Running] = {}
+            left = memory()[1] / 2**30
             for name in names:
                 try:
                     asked = asked_of(ENGINES[name], models[name], shape, chosen, given)
+                    left = _without(asked, left)
                     running[name] = open_.enter_context(started(name, asked, given))
                     engines[name] = running[name].report()
                 except StartupError as why:
@@ -263,9 +265,23 @@ def asked_of(
         "length": max(w.prompt + w.output for w in chosen) + 1,
         "batched_tokens": 4096,
         "kv_gib": given.kv_gib or int(need) + 1,
+        "most_kv_gib": given.kv_gib or need,
         "threads": given.threads,
         "options": engine.options,
     }
+
+
+def _without(asked: dict[str, Any], left_gib: float) -> float:
+    """GiB of memory that an engine leaves. Raises StartupError: it needs more. Without memory, all engines would be slow."""
+    model = Path(asked["model"])
+    files = [model] if model.is_file() else model.glob("*")
+    weights = sum(file.stat().st_size for file in files if file.is_file()) / 2**30
+    need = weights + asked["most_kv_gib"] + RUNTIME_GIB
+    if need > left_gib:
+        raise StartupError(
+            f"it needs about {need:.1f} GiB, and the engines before it leave {left_gib:.1f}: name fewer --engines"
+        )
+    return left_gib - need
 
 
 class Running:
@@ -299,9 +315,9 @@ class Running:
     def ask(self, prompts: list[list[int]], output: int) -> dict[str, Any]:
         """Continue the engine, send it a request, return the response (lines.py), stop the engine."""
         self.signal(signal.SIGCONT)
-        print(
-            json.dumps({"prompts": prompts, "output": output}), file=self.process.stdin, flush=True
-        )
+        request = json.dumps({"prompts": prompts, "output": output})
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and `_answer` says why
+            print(request, file=self.process.stdin, flush=True)
         answer = self._answer()
         if [len(tokens) for tokens in answer["tokens"]] != [output] * len(prompts):
             raise StartupError(f"{self.name}: not {output} tokens for each prompt")

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -192,3 +196,35 @@ def test_the_whole_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     assert [cells[:2] for cells in lines if len(cells) == 7][1:] == [["| theirs", "1"], ["| theirs", "3"]]  # fmt: skip
     assert serving_cost.main([*words, "4", "--no-request-cost"]) == 1
     assert "ours, 4 clients, warm-up: 4 answers are not 4 tokens long" in capsys.readouterr().err
+
+
+def test_a_peer_that_fails_in_a_later_round_keeps_its_figures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    own = f"ours={sys.executable} {scripted_server.__file__} {{port}}"
+    monkeypatch.setattr(serving_cost, "QUIRE", own)
+    once = f"test ! -e {tmp_path}/started && touch {tmp_path}/started && exec {sys.executable} {scripted_server.__file__} {{port}}"
+    words = ["--clients", "1", "--requests", "1", "--rounds", "2", "--flags", "", "--no-request-cost", "--output-len", "3"]  # fmt: skip
+    assert serving_cost.main([*words, "--peer", f"theirs=sh -c '{once}'"]) == 0
+    shown = capsys.readouterr()
+    assert "theirs leaves the run in round 2: theirs did not start" in shown.err
+    assert "| theirs | 1 |" in shown.out
+    assert serving_cost.main([*words, "--peer", f"theirs=sh -c '{once}'"]) == 1  # never ran
+
+
+def test_sigterm_ends_the_server_of_a_benchmark(tmp_path: Path):
+    started = tmp_path / "pid"
+    peer = f"sh -c 'echo $$ > {started}; exec {sys.executable} {scripted_server.__file__} {{port}}'"
+    words = ["--clients", "1", "--rounds", "1000", "--output-len", "3", "--flags", "", "--peer", f"theirs={peer}"]  # fmt: skip
+    code = f"import sys; from benchmarks import __main__, serving_cost; serving_cost.QUIRE = {f'ours={peer}'!r}"
+    ran = subprocess.Popen(
+        [sys.executable, "-c", f"{code}; sys.exit(__main__.main({['serving', *words]}))"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    end = time.monotonic() + 60
+    while not (started.exists() and started.read_text().strip()) and time.monotonic() < end:
+        time.sleep(0.05)
+    ran.send_signal(signal.SIGTERM)
+    assert ran.wait(60) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)

@@ -152,6 +152,30 @@ def test_an_engine_that_fails_in_a_turn_leaves_the_run(tmp_path, monkeypatch):
         engine.close()
 
 
+def test_an_engine_that_was_killed_between_turns_is_reported(tmp_path):
+    """(A broken pipe lost the figures of all engines.)"""
+    engine = an_engine(tmp_path)
+    try:
+        engine.process.kill()
+        engine.process.wait()
+        with pytest.raises(StartupError, match="made up ended"):
+            engine.ask([[1]], 3)
+    finally:
+        engine.close()
+
+
+def test_an_engine_without_memory_is_not_started(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"w" * 2**20)
+    asked = {"model": str(tmp_path), "most_kv_gib": 0.5}
+    least = run.RUNTIME_GIB + 0.5
+    assert run._without(asked, 4.0) == pytest.approx(4.0 - least - 2**-10)
+    assert run._without({**asked, "model": str(tmp_path / "model.safetensors")}, 4.0) < 4.0 - least
+    with pytest.raises(
+        StartupError, match=r"needs about 1\.1 GiB, .* leave 1\.0: name fewer --engines"
+    ):
+        run._without(asked, 1.0)
+
+
 def test_a_missing_or_failed_engine_is_reported(tmp_path):
     with pytest.raises(StartupError, match="ended: ModuleNotFoundError: No module named 'nothing'"):
         an_engine(tmp_path, "import nothing")
