@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs/pictures"
-RESULT = ROOT / "benchmarks/results/2026-11-22-peers-qwen3-0.6b-intel-xeon-2c.json"
+RESULT = ROOT / "benchmarks/results/2026-11-29-peers-qwen3-0.6b-intel-xeon-2c-3.json"
 PALETTES = {
     "light": {"text": "#1c2230", "dim": "#565f70", "line": "#c9cfda", "card": "#f6f7f9", "quire": "#3f5de0", "vllm": "#e07b1a", "openvino": "#8a93a5", "on": "#ffffff"},
     "dark": {"text": "#e5e9f2", "dim": "#a0aabd", "line": "#3a4355", "card": "#191e28", "quire": "#7d95ff", "vllm": "#ffa24d", "openvino": "#8b95a8", "on": "#0d1016"},
