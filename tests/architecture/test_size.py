@@ -11,7 +11,7 @@ from functools import cache
 
 from source_rules import SOURCE, source_files
 
-PYTHON_CEILING, CPP_CEILING = 74_650, 8_000
+PYTHON_CEILING, CPP_CEILING = 74_660, 8_000
 NOT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

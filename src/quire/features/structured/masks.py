@@ -49,6 +49,7 @@ from quire.worker.hooks import Hook
 from quire.worker.request_rows import RequestRows
 from quire.worker.sampling.builtin_processors import allow_only
 from quire.worker.sampling.logits_processors import Processor, ProcessorRows, allow_only_in_mask
+from quire.worker.sampling.sampled_step import OverloadedFault
 
 log = get_logger(__name__)
 
@@ -232,7 +233,7 @@ class GrammarMasks(Processor):
         except UnsupportedConstraint as error:
             grammar.fail(str(error))
         except CompileDelayed as error:
-            grammar.delay(str(error))
+            grammar.fail(str(error), OverloadedFault)
         except ConfigError as error:
             log.warning("structured outputs: %s", error)
             grammar.fail(NO_TOKENIZER)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from quire.features.structured.grammar_messages import GrammarRowSettings, MaskReply
 from quire.features.structured.grammar_process import GrammarProcess
 from quire.protocol.structured_outputs import FIELD, StructuredOutputsParams
-from quire.worker.sampling.sampled_step import OverloadedFault, RequestFault
+from quire.worker.sampling.sampled_step import RequestFault
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,13 +43,9 @@ class RowGrammar:
     # after each draft token: whether only an end-of-text token may follow, and the mask
     ahead: list[tuple[bool, np.ndarray]] = field(default_factory=list)
 
-    def fail(self, why: str) -> None:
+    def fail(self, why: str, fault: type[RequestFault] = RequestFault) -> None:
         """Set the row's error, which names the request field that the client used."""
-        self.error = RequestFault(f"{self.field}: {why}")
-
-    def delay(self, why: str) -> None:
-        """As `fail`, where the machine is the cause and not the request."""
-        self.error = OverloadedFault(f"{self.field}: {why}")
+        self.error = fault(f"{self.field}: {why}")
 
     @property
     def field(self) -> str:

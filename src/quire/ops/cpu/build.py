@@ -35,10 +35,8 @@ FLAGS = tuple(
 )
 PATIENCE_S = 600  # compiler timeout: a file takes 3 s on an idle machine, but a machine may be slow, busy or suspended
 SEAL = 32  # bytes of the hash at the end
-SCRATCH = "building-"
-"""Prefix of the temporary folder of a running build."""
-PRIVATE = "quire-kernels-"
-"""Prefix of the temporary folder that has a build for one process."""
+SCRATCH = "building-"  # prefix of the folder of a running build
+PRIVATE = "quire-kernels-"  # prefix of the temporary folder of a build for one process
 
 
 class CannotBuild(Exception):
