@@ -36,6 +36,7 @@ FLAGS = tuple(
 PATIENCE_S = 600  # compiler timeout: a file takes 3 s on an idle machine, but a machine may be slow, busy or suspended
 SEAL = 32  # bytes of the hash at the end
 SCRATCH = "building-"  # prefix of the folder of a running build
+KILLED_S = 3600  # a build in whose folder nothing changed for an hour was killed
 PRIVATE = "quire-kernels-"  # prefix of the temporary folder of a build for one process
 
 
@@ -129,10 +130,10 @@ def _is_cached(path: Path) -> bool:
 
 
 def _remove_killed_builds(folder: Path) -> None:
-    """Delete what builds left that were killed: folders in which nothing changed for longer than a compiler may take."""
+    """Delete what killed builds left. Younger folders may be of running builds, which do not wait for the lock forever."""
     for left in folder.glob(f"{SCRATCH}*"):
         with suppress(OSError):  # its build ends now
-            if time.time() - left.stat().st_mtime > 2 * PATIENCE_S:
+            if time.time() - left.stat().st_mtime > KILLED_S:
                 shutil.rmtree(left, ignore_errors=True)
 
 
