@@ -69,7 +69,7 @@ def matrix() -> dict[tuple[str, str], str]:
 def embedding() -> torch.Tensor:
     """[vocabulary, hidden]: the vector of each token."""
     folder = Path(quire.__file__).parent / "embedded" / "quire-tiny"
-    return load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    return load_file(folder / "model.safetensors")["language_model.model.embed_tokens.weight"]
 
 
 def answer(names: set[str]) -> tuple[int, ...]:
