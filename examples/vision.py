@@ -1,4 +1,4 @@
-"""A question about a picture. Needs Pillow, and a vision-language model: python examples/vision.py [MODEL] [PICTURE]"""
+"""A question about a picture. Needs Pillow: python examples/vision.py [MODEL] [PICTURE]"""
 
 import sys
 
@@ -6,14 +6,14 @@ from PIL import Image, ImageDraw
 
 from quire import LLM, SamplingParams
 
-model = sys.argv[1] if len(sys.argv) > 1 else "Qwen/Qwen2.5-VL-3B-Instruct"
+model = sys.argv[1] if len(sys.argv) > 1 else "quire-tiny"
 if len(sys.argv) > 2:
     picture = Image.open(sys.argv[2])
 else:  # a red ball
     picture = Image.new("RGB", (224, 224), "white")
     ImageDraw.Draw(picture).ellipse((40, 40, 184, 184), fill="red")
 
-llm = LLM(model, max_model_len=2048)
+llm = LLM(model, max_model_len="auto")
 question = [
     {
         "role": "user",

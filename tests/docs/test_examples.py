@@ -51,8 +51,9 @@ def test_an_example_runs(name: str, tmp_path: Path):
 
 @pytest.mark.slow
 def test_the_example_of_pictures_runs(tmp_path: Path):
-    """With a tiny random model: the answer is the one of the same question over the same picture, and another without the ball."""
+    """quire-tiny sees the ball. With a tiny random model: another picture gets another answer, and as many tokens."""
     pillow = pytest.importorskip("PIL.Image", reason="pictures need Pillow")
+    assert "red circle" in output_of("vision.py", tmp_path)
     from tests.media.vision_checkpoints import make_checkpoint
 
     model = make_checkpoint("llava", tmp_path / "model")
