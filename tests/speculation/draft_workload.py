@@ -52,14 +52,14 @@ PROCESSORS = "quire.worker.sampling.logits_processors"
 
 # name -> the arguments of `broken` (tests/broken_rule.py)
 MUTATIONS = {
-    "a draft token stays after it was refused": (SAMPLER, "Sampler._verify", "not right_S[at]", "False"),
+    "a draft token stays after it was refused": (SAMPLER, "Sampler._verify", "not right_S[ANY]", "False"),
     "a place is off by one": (SAMPLER, "Sampler._verify", "lengths_S[ends] + 1", "lengths_S[ends]"),
-    "a fault ends the tokens before it": (SAMPLER, "Sampler._verify", "at + 1 in faulty", "False"),
+    "a fault ends the tokens before it": (SAMPLER, "Sampler._verify", "ANY in faulty", "False"),
     "every place has the noise of the row's first": (
         SAMPLER, "Sampler._draw", 'keys(params_S["seed"], lengths_S)',
         'keys(params_S["seed"], self.rows.length[rows_S] - np.maximum(self.rows.num_drafts[rows_S], 1))',
     ),
-    "a processor hears of refused tokens": (SAMPLER, "Sampler.finish", "sampled.continues(at)", "True"),
+    "a processor hears of refused tokens": (SAMPLER, "Sampler.finish", "sampled.continues(ANY)", "True"),
     "refused tokens are reported": (STEP, "SampledStep.continues", "self.continues_S is None", "True"),
     "counts are without draft tokens": (
         BUILTIN, "Penalties.apply", "_put(selected.lengths, logits_SV)",
