@@ -102,7 +102,10 @@ def main(argv: Sequence[str]) -> int:
 def _rounds(
     servers: list[tuple[str, str, str]], prompts: list[BenchPrompt], given: argparse.Namespace
 ) -> list[tuple[str, dict[str, Any]]]:
-    """(server, its figures) for each round. A peer that fails after its first round leaves the run, and keeps its figures."""
+    """The name and the figures of each server in each round.
+
+    If a peer fails after round 1, the other servers go on, and the result keeps the figures of the peer's earlier rounds.
+    """
     found: list[tuple[str, dict[str, Any]]] = []
     running = list(servers)
     for number in range(given.rounds):

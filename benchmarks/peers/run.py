@@ -272,7 +272,11 @@ def asked_of(
 
 
 def _without(asked: dict[str, Any], left_gib: float) -> float:
-    """GiB of memory that an engine leaves. Raises StartupError: it needs more. Without memory, all engines would be slow."""
+    """The GiB of memory that are left after an engine has started.
+
+    Raises:
+        StartupError: the engine needs more than `left_gib`. Started anyway, it would slow down all engines.
+    """
     model = Path(asked["model"])
     files = [model] if model.is_file() else model.glob("*")
     weights = sum(file.stat().st_size for file in files if file.is_file()) / 2**30
@@ -316,7 +320,9 @@ class Running:
         """Continue the engine, send it a request, return the response (lines.py), stop the engine."""
         self.signal(signal.SIGCONT)
         request = json.dumps({"prompts": prompts, "output": output})
-        with contextlib.suppress(BrokenPipeError):  # it has ended, and `_answer` says why
+        with contextlib.suppress(
+            BrokenPipeError
+        ):  # the engine has ended, and `_answer` raises the reason
             print(request, file=self.process.stdin, flush=True)
         answer = self._answer()
         if [len(tokens) for tokens in answer["tokens"]] != [output] * len(prompts):

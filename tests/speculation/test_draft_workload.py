@@ -39,7 +39,7 @@ def test_answers_are_those_without_draft_tokens() -> None:
 
 
 def test_every_broken_rule_is_in_the_code() -> None:
-    """(Renamed variables left three of them without effect, and only the slow tests knew.)"""
+    """(Renamed variables had left three mutations without effect, and only the slow tests noticed.)"""
     for mutation in draft_workload.MUTATIONS.values():
         with broken(*mutation):
             pass

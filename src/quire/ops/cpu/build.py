@@ -130,7 +130,7 @@ def _is_cached(path: Path) -> bool:
 
 
 def _remove_killed_builds(folder: Path) -> None:
-    """Delete what killed builds left. Younger folders may be of running builds, which do not wait for the lock forever."""
+    """Delete the folders of killed builds. A younger folder may belong to a running build that did not get the lock in time."""
     for left in folder.glob(f"{SCRATCH}*"):
         with suppress(OSError):  # its build ends now
             if time.time() - left.stat().st_mtime > KILLED_S:
