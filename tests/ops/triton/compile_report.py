@@ -224,12 +224,6 @@ def launch_batch() -> None:
     gather_inputs.scatter(table, ints[:4], ints[:4], ints, ints, 7)
 
 
-def launch_tma(*given: Any) -> None:
-    """Only for GPUs with tensor descriptors: Hopper and later ones."""
-    if driver.active.get_current_target().arch >= 90:
-        fp8_gemm_tma.product(*given, programs=132)
-
-
 def launch_products(wide: int, few: int = 1) -> None:
     """Of the 8B shape: sums that are cut into parts, sums that are not, and many tokens."""
     shapes = (
@@ -247,7 +241,9 @@ def launch_products(wide: int, few: int = 1) -> None:
         for given in (None, bias):
             fp8_gemm.product(coded, (weight, scale), given, BF16, wide, wide or 1)
             if tokens > fp8_gemm.FEW:
-                launch_tma(coded, (weight, scale), given, BF16, wide, wide or 1)
+                fp8_gemm_tma.product(
+                    coded, (weight, scale), given, BF16, wide, wide or 1, programs=132
+                )
 
 
 def launch_int8(few: int = 1) -> None:
@@ -263,7 +259,7 @@ def launch_int8(few: int = 1) -> None:
         for given in (None, torch.zeros(outs, dtype=BF16, device="meta")):
             int8_gemm.product(coded, weight, given, BF16)
             if tokens > fp8_gemm.FEW:
-                launch_tma(coded, weight, given, BF16)
+                fp8_gemm_tma.product(coded, weight, given, BF16, programs=132)
 
 
 def launch_few_bits(bits: int, group: int, few: int = 1) -> None:

@@ -19,7 +19,9 @@ MOST_STACK = {
 E4M3 = {
     "code_groups_kernel"
 }  # for 8-bit floats alone, which cards before Ada have no instructions for
-TMA = {"wide_kernel"}  # with tensor descriptors, which cards before Hopper lack
+TMA = {
+    "wide_kernel"
+}  # of a benchmark; before Hopper, Triton emulates its tensor descriptors and spills
 
 
 @pytest.mark.slow
@@ -45,15 +47,14 @@ def test_every_kernel_compiles(capability: int, tmp_path: Path) -> None:
     }
     if capability < 89:
         written -= E4M3
-    if capability < 90:
-        written -= TMA
     assert kernels == written, "a kernel is not in compile_report.py"
     # What is exact stays so: no product and sum became one, with one rounding less.
     assert all(line["fma"] == 0 for line in found if line["what"] == "int8 products")
     for line in found:
         assert line["shared"] <= MOST_SHARED[capability], line
         # Products in float32 are a mode for comparing, and spill.
-        assert line["stack"] <= MOST_STACK[capability] or "float32" in line["what"], line
+        spills = "float32" in line["what"] or (capability < 90 and line["kernel"] in TMA)
+        assert line["stack"] <= MOST_STACK[capability] or spills, line
     names = ("attend_kernel", "product_kernel", "wide_kernel", "few_bits_kernel")
     products = [x for x in found if x["kernel"] in names and "float32" not in x["what"]]
     assert all(x["wgmma"] + x["mma"] for x in products)
